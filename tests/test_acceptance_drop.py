@@ -8,7 +8,13 @@ import pytest
 from quick import loop
 
 from nextn.errors import ConfigError
-from nextn.evaluate.acceptance_drop import FALSE_ALARMS, AcceptanceChange, check_settings, read_record
+from nextn.evaluate.acceptance_drop import (
+    FALSE_ALARMS,
+    AcceptanceChange,
+    baseline_note,
+    check_settings,
+    read_record,
+)
 
 
 def record(rate=0.8, width=0.01, texts=24, **changes):
@@ -213,6 +219,19 @@ def test_conclusion():
     assert (unknown.outcome, unknown.conclusion[:12]) == ("inconclusive", "inconclusive")
     assert "24 texts are too few" in unknown.conclusion
     assert unknown.conclusion.endswith(f"about {unknown.drops[1].texts_needed(0.05)} texts would, of more --prompts")
+
+
+def test_a_baseline_of_too_few_texts_is_noted():
+    """By what a comparison of other texts would say; not of texts that repeat themselves, which say little."""
+    noisy = record(width=0.3, by_text={"0": {"greedy": {"0": [[9], [8]], "1": [[9], [8]]}}})
+    needed = AcceptanceChange.of(record(width=0.3), record(width=0.3), source="old.json", limit=0.05).drops[1]
+    assert f"about {needed.texts_needed(0.05)} texts would" in baseline_note(noisy, 0.05)
+    assert not baseline_note(record(), 0.05)
+    assert not baseline_note(noisy | {"texts": {"0": {"num": 24, "repetitive": list(range(24))}}}, 0.05)
+    single = record(texts=1)
+    single["figures"][0]["interval_95"] = [[None, None]]
+    single["figures"][0]["mean_acceptance_length"] |= {"low": None, "high": None}
+    assert "more prompts" in baseline_note(single, 0.05)
 
 
 def unchanged(rng, depths, num_texts):

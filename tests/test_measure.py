@@ -315,6 +315,13 @@ def test_the_exit_code_says_what_a_comparison_found(tmp_path, monkeypatch):
     assert codes == {"kept": 0, "fell": 1, "inconclusive": 3}
 
 
+def test_the_first_measurement_says_how_many_texts_a_gate_needs(tmp_path):
+    strange = [Prompt(tuple(prompt(12, seed=seed, vocab_size=40)), "x") for seed in range(3)]
+    sampled = ("--temperatures", "1", "--out", str(tmp_path / "record.json"))
+    assert "as a --baseline" in run(tmp_path, *sampled, texts=strange).stderr
+    assert "as a --baseline" not in run(tmp_path, *sampled[:2], texts=strange).stderr
+
+
 def test_another_tokenizer_is_said_before_the_second_measurement(tmp_path, monkeypatch):
     """Rates of other tokens do not compare. An error of the other checkpoint names it."""
     other = tmp_path / "other"

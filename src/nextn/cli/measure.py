@@ -32,7 +32,13 @@ from nextn.cli.progress import progress_bars
 from nextn.cli.screen import echo, print_json, print_note
 from nextn.cli.streaming import GivenTextOptions, TextOptions, measure_acceptance
 from nextn.errors import ConfigError, NextnError
-from nextn.evaluate.acceptance_drop import OTHER_TOKENS, AcceptanceChange, check_settings, read_record
+from nextn.evaluate.acceptance_drop import (
+    OTHER_TOKENS,
+    AcceptanceChange,
+    baseline_note,
+    check_settings,
+    read_record,
+)
 from nextn.evaluate.exchange import check_form, exchange_text, inferencex_note
 from nextn.evaluate.published_curves import PublishedCurve, check_shared, read_curves
 from nextn.evaluate.workload import Prompt, ReferencePlan, no_tokenizer, prompts_record, read_prompts
@@ -238,6 +244,8 @@ def measure(
     compared = None if earlier is None else comparison.compare(earlier, record)
     if compared is not None:
         show_comparison(compared, quiet=quiet)
+    elif output.out is not None and (few := baseline_note(record, comparison.limit())):
+        print_note(few)
     if as_json:
         print_json(record | ({} if compared is None else {"comparison": compared.as_record()}))
     if comparison.min_acceptance is not None:

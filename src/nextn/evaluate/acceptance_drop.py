@@ -180,7 +180,8 @@ class AcceptanceChange:
             choice = "train the head" if is_trainable else f"training would raise AL by no more than {limit}"
             return f"acceptance fell by more than {limit}: {names}; {choice}: {self._expectation}"
         choice = "acceptance kept, keep the head" if self.outcome == "kept" else "inconclusive"
-        return f"{choice}: no drop exceeds both {limit} and the noise; by training: {self._expectation}{self._noise}"
+        known = "; ".join(filter(None, (self._expectation, self._noise)))
+        return f"{choice}: no drop exceeds both {limit} and the noise; by training: {known}"
 
     @property
     def _expectation(self) -> str:
@@ -198,7 +199,7 @@ class AcceptanceChange:
         if widest.noise <= self.limit:
             return ""
         return (
-            f"; {widest.num_texts} texts are too few to show a drop of {self.limit:.1%} in AL reliably (interval "
+            f"{widest.num_texts} texts are too few to show a drop of {self.limit:.1%} in AL reliably (interval "
             f"+-{widest.noise:.1%}): about {widest.texts_needed(self.limit)} texts would, of more --prompts"
         )
 
@@ -214,6 +215,20 @@ class AcceptanceChange:
         record = {"against": self.source, "max_drop": self.limit, "degenerate_temperatures": list(self.degenerate)}
         record |= {"false_alarms": FALSE_ALARMS}
         return record | {"outcome": self.outcome, "conclusion": self.conclusion, "figures": figures}
+
+
+def baseline_note(record: _Record, limit: float) -> str:
+    """Return how many texts a later comparison with this record needs, if it has too few; else "".
+
+    It is an estimate for texts that differ as other prompts' do: a model that writes almost the same ones needs fewer.
+    """
+    unpaired = {**record, "by_text": {}}
+    try:
+        expected = AcceptanceChange.of(unpaired, unpaired, source="this record", limit=limit)
+    except ConfigError as error:
+        return f"as a --baseline, {error}"
+    few = "" if expected._is_degenerate else expected._noise
+    return few and f"as a --baseline, {few}; fewer if the two models write almost the same texts"
 
 
 def _rule(drop: Drop) -> tuple[float, str]:
