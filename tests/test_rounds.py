@@ -61,7 +61,7 @@ def both(model, prompts, settings, make=lambda: None, **given):
 @pytest.mark.parametrize("numbers", [(0, 3), (3, 0, 0, 1), (*[0] * (3 * PROBE_INTERVAL), 2), (0,)], ids=len)
 def test_pending_positions_of_the_head(model, numbers, sampling):
     """Also more of them than the capacity."""
-    prompts = [prompt(17), prompt(40, seed=4)]
+    prompts = [prompt(29), prompt(40, seed=4)]
     settings = Settings(num_speculative_tokens=3, max_tokens=110, sampling=sampling)
     native, loop, calls = both(model, prompts, settings, lambda: Now(*numbers))
     assert native == loop

@@ -70,9 +70,13 @@ class DecodingBatch(TorchRounds):
     def prefill(self) -> Round:
         """Process the prompts and return the first round, which has no drafts."""
         started = time.perf_counter()
+        self.prefill_prompts()
+        return self.first_round(started)
+
+    def prefill_prompts(self) -> None:
+        """Process all of the prompts; `first_round` or `join` is next."""
         while not self.prefill_chunk(self.settings.chunk):
             pass
-        return self.first_round(started)
 
     def prefill_chunk(self, num_positions: int) -> bool:
         """Run the next positions of the prompts through trunk and head; return whether all prompts are complete."""
@@ -131,12 +135,16 @@ class DecodingBatch(TorchRounds):
         return self._emit(verified)
 
     def join(self, other: "DecodingBatch") -> None:
-        """Take over the sequences of another batch with the same settings; the prompts of both are complete."""
+        """Take over the sequences of another batch with the same settings; the prompts of both are complete.
+
+        Both have had their first round, or neither.
+        """
         assert self.sequences
         assert not self.queued
         assert not other.queued
         self._leave_native()
         other._leave_native()
+        self._last |= {len(self.sequences) + row: state for row, state in other._last.items()}
         self.sequences += other.sequences
         self.cache = self.cache.joined(other.cache)
         if self.drafter is not None and other.drafter is not None:

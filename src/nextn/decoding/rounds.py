@@ -4,13 +4,16 @@ that are accepted and one bonus token.
 Works on token ids and knows no tokenizer, chat template or stop string. Every other way to decode is built on `rounds`.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from nextn.decoding.batch import DecodingBatch
 from nextn.decoding.drafter import Drafter
+from nextn.decoding.prompt_groups import prompt_groups
 from nextn.decoding.records import BatchSequence, Observer, Round
 from nextn.errors import ConfigError
 from nextn.model.head import Head
@@ -39,6 +42,8 @@ def rounds(
 ) -> Iterator[Round]:
     """Decode all prompts as one batch; yield one Round per trunk pass, the first after the prefill (without drafts).
 
+    Prompts of different lengths are prefilled apart where padding would cost more.
+
     Args:
         trunk: That of a backend (`backend_for`), or the module, which then runs in torch.
         head: The same; may be None if settings.num_speculative_tokens is 0.
@@ -52,7 +57,7 @@ def rounds(
         make_drafter: Factory for the drafter; called like `Drafter`.
 
     Yields:
-        A Round for each pass of the trunk; sequences that are over are no longer in its rows.
+        A Round for each pass of the trunk; its rows are in the order of the prompts, without sequences that are over.
 
     Raises:
         ConfigError: for an empty prompt, one or max_tokens that the context does not hold, token ids outside the
@@ -73,21 +78,49 @@ def rounds(
         # a native round, the count is temporarily 1.
         torch.get_num_threads()
     sequences = _sequences(prompts, settings, range(len(prompts)) if seed_offsets is None else seed_offsets, stop)
+    make_batch = partial(DecodingBatch, passes, head_passes, observer=observer, make_drafter=make_drafter)
     with passes.pass_context():
-        batch = DecodingBatch(
-            passes, head_passes, sequences, settings, length, observer=observer, make_drafter=make_drafter
-        )
+        batches = [
+            make_batch([sequences[row] for row in group], settings, length)
+            for group in _groups(passes, prompts, settings, can_join=make_drafter is Drafter)
+        ]
     # Do not hold these across a `yield`: inference mode is per thread, and one thread may interleave several decodes.
     with torch.inference_mode(), passes.pass_context():
         fixed = isinstance(length, FixedLength) and not length.p_min
         prepare(passes, head_passes, len(prompts), settings.num_speculative_tokens, fixed=fixed)
         passes.prepare(len(prompts), [size + 1 for size in candidate_lengths(settings.num_copy_tokens)], exact=False)
-        first = batch.prefill()
-    yield first
+        batch, result = _prefill(batches)
+    yield _in_order(result)
     while batch.sequences:
         with torch.inference_mode(), passes.pass_context():
             result = batch.round()
-        yield result
+        yield _in_order(result)
+
+
+def _groups(
+    trunk: DecodingTrunk, prompts: Sequence[Sequence[int]], settings: Settings, *, can_join: bool
+) -> list[list[int]]:
+    """Return which prompts are prefilled together: all where batches cannot join (own drafters know rows)."""
+    if not can_join:
+        return [list(range(len(prompts)))]
+    chunk, is_cpu = min(settings.chunk, trunk.max_block_size or settings.chunk), trunk.device.type == "cpu"
+    return prompt_groups(list(map(len, prompts)), chunk, on_cpu=is_cpu, one_by_one=trunk.records_passes)
+
+
+def _prefill(batches: list[DecodingBatch]) -> tuple[DecodingBatch, Round]:
+    """Prefill each batch and return all as one, with its first round."""
+    started = time.perf_counter()
+    for batch in batches:
+        batch.prefill_prompts()
+    while len(batches) > 1:  # in pairs: each sequence is copied a few times, however many there are
+        for batch, other in zip(batches[::2], batches[1::2], strict=False):
+            batch.join(other)
+        batches = batches[::2]
+    return batches[0], batches[0].first_round(started)
+
+
+def _in_order(result: Round) -> Round:
+    return replace(result, rows=tuple(sorted(result.rows, key=lambda part: part.row)))
 
 
 def _check(

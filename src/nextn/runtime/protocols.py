@@ -83,6 +83,7 @@ class DecodingTrunk(Protocol):
     vocab_size: int
     max_length: int | None  # tokens of a sequence; None: no limit
     max_block_size: int | None  # positions of one pass over a cache; None: no limit
+    records_passes: bool  # whether the first pass of each batch size takes longer
     hidden_shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device

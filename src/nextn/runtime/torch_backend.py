@@ -22,6 +22,7 @@ class TorchTrunk:
     """A `DecodingTrunk` that runs the trunk's modules as they are."""
 
     max_block_size: int | None = None
+    records_passes = False
 
     def __init__(self, module: Trunk) -> None:
         self.module = module

@@ -52,6 +52,8 @@ class _NativeTrunkOutput(TrunkOutput):
 class NativeTrunk:
     """`Trunk` as decoding uses it. Several threads may share it, see `pass_context`."""
 
+    records_passes = True
+
     def __init__(self, trunk: Trunk, runtime: Runtime, weights: PackedWeights) -> None:
         self.recorded = copy_for_recording(trunk)
         self.vocab_size, self.max_length, self.hidden_shape = trunk.vocab_size, trunk.max_length, trunk.hidden_shape
