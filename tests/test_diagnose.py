@@ -20,6 +20,7 @@ from nextn.engines.counters import COPIED, FIRST_TOKENS, Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.engines.run_settings import with_settings
 from nextn.errors import ConfigError, EngineError
+from nextn.evaluate import faults as faults_module
 from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.diagnose import Diagnosis
 from nextn.evaluate.diagnose_engine import _on_prompts, audit_lines, compare, observed_plan
@@ -733,25 +734,39 @@ def test_nothing_drafted_is_reported_before_k():
         engine_depth([Counters("vLLM", None, 0, 0)], None)
 
 
-@pytest.mark.parametrize("is_measured", [True, False])
-def test_an_interrupted_diagnosis_shows_what_it_has(here, tmp_path, monkeypatch, is_measured):
-    """The counts, and the head's own acceptance if it was measured before the faults; no cause."""
+@pytest.mark.parametrize("num_faults", [None, 0, 2])
+def test_an_interrupted_diagnosis_shows_what_it_has(here, tmp_path, monkeypatch, num_faults):
+    """The counts; once the head is measured, also its acceptance and the faults that were compared. No cause is named.
 
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
+    num_faults: how many were compared; None: interrupted before the head was measured.
+    """
+    seen, measure = [], faults_module.measure_under_fault
 
-    stage = "expectations" if is_measured else "reference_acceptance"
-    monkeypatch.setattr(f"nextn.evaluate.diagnose_engine.{stage}", interrupted)
-    file, prompts = tmp_path / "counts.json", tmp_path / "prompts.jsonl"
+    def interrupted(*args, **options):
+        if len(seen) == (num_faults or 0):
+            raise KeyboardInterrupt
+        seen.append(args[2].name)
+        return measure(*args, **options)
+
+    if num_faults is None:
+        monkeypatch.setattr("nextn.evaluate.diagnose_engine.reference_acceptance", interrupted)
+    monkeypatch.setattr(faults_module, "measure_under_fault", interrupted)
+    file, prompts, record = tmp_path / "counts.json", tmp_path / "prompts.jsonl", tmp_path / "record.json"
     file.write_text('{"num_drafts": 50, "num_draft_tokens": 100, "num_accepted_tokens": 10}')
     prompts.write_text('{"prompt": "def add(a, b):"}\n')
     asked = ("diagnose", "tiny", "--engine", file, "--prompts", prompts, "--max-tokens", 8, "--backend", "torch")
-    code, out, err = here(*asked)
-    assert (code, err.splitlines()[-1]) == (130, "interrupted")
-    assert "10 of 100 draft tokens accepted" in out
-    assert ("this head: mean acceptance length" in out) == is_measured
-    assert "no cause was named" in out
-    assert here(*asked, "--json")[:2] == (130, "")
+    code, out, err = here(*asked, "--out", record)
+    assert code == 130
+    if num_faults is None:
+        assert err.splitlines()[-1] == "interrupted"
+        assert "10 of 100 draft tokens accepted" in out
+        return
+    found = json.loads(record.read_text())
+    assert not found["complete"]
+    assert found["named"] == ["inconclusive"]
+    assert {each["name"] for each in found["causes"]} == {NO_FAULT, *seen}
+    assert found["untested"][: len(FAULTS) - num_faults] == [each.name for each in FAULTS[num_faults:]]
+    assert all(name in out for name in (NO_FAULT, *seen, found["untested"][0]))
 
 
 def test_counts_come_through_a_pipe():

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from nextn.evaluate.diagnose import Diagnosis
     from nextn.evaluate.engine_run import EngineObservation
     from nextn.evaluate.likelihoods import Cause
-    from nextn.evaluate.reference_report import ReferenceReport
 
 _EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}
 _MAX_CAUSES = 6  # shown in the table, besides all that are named
@@ -132,7 +131,7 @@ def diagnose(
         _show_diagnosis(diagnosis)
         if reference.published is not None:
             print_published(reference.published)
-    raise typer.Exit(_EXIT_CODES[diagnosis.outcome])
+    raise typer.Exit(130 if diagnosis.untested else _EXIT_CODES[diagnosis.outcome])
 
 
 def _diagnose(
@@ -167,38 +166,30 @@ def _diagnose(
     of_answers = None
     if source.is_streamed:
         of_answers = lambda observed, plan: measure_answers(loaded, observed, source, plan, prompts)  # noqa: E731
-    measured: list[ReferenceReport] = []
     try:
         with progress_bars(quiet=source.quiet) as progress:
             found = compare(
                 loaded, observed, prompts, plan, num_speculative_tokens, flags=flags, source=options.given,
                 notes=audit_lines(options.source, options.head), measure_answers=of_answers,
-                on_reference=measured.append, on_text=progress("reference", 0 if source.is_streamed else 2 * num_texts),
-                on_fault=progress("faults", len(FAULTS)),
+                on_text=progress("reference", 0 if source.is_streamed else 2 * num_texts),
+                on_fault=progress("faults", len(FAULTS)), keep_interrupted=True,
             )  # fmt: skip
     except KeyboardInterrupt:
         if not source.quiet:
-            _show_interrupted(observed, measured)
+            _show_counts(observed)
         raise
-    if stored is not None:  # the next diagnosis is of what the engine does then
+    if stored is not None and not found.untested:  # the next diagnosis is of what the engine does then
         stored.remove()
     return found
 
 
-def _show_interrupted(observed: "Sequence[EngineObservation]", measured: "Sequence[ReferenceReport]") -> None:
-    """What is known before the causes were compared: the engine's counts, and the head's own acceptance."""
+def _show_counts(observed: "Sequence[EngineObservation]") -> None:
+    """Print what is known before the head is measured: what the engine counted."""
     from nextn.cli.counted import counts_line
 
     for each in observed:
         print_lines(counts_line(each.counters, each.counters.k))
-        for reference in measured:
-            figures = reference.figures(each.temperature)
-            rates = ", ".join(f"a_{depth} = {rate.value:.2f}" for depth, rate in enumerate(figures.rates, 1))
-            print_lines(
-                f"this head: mean acceptance length {figures.length.value:.2f} "
-                f"({figures.length.low:.2f} to {figures.length.high:.2f}); {rates}"
-            )
-    print_lines("no cause was named: interrupted before the faults were compared; the same command starts again")
+    print_lines("no cause was named: interrupted before the head was measured; the same command starts again")
 
 
 def _show_diagnosis(diagnosis: "Diagnosis") -> None:

@@ -39,8 +39,9 @@ DEFINITIONS = {
     "cause; [] = there are none; acceptance-overridden = a setting of the engine decides the acceptance; weights = the "
     "counts are as expected, but the head is poor; context-length = only long prompts fall short; inconclusive = no "
     "fault is 100 times likelier than no-fault, but there is too little data to exclude that half of the drafts are "
-    "lost (see needed), rounds of fewer than K drafts may explain the counts, or more drafts are accepted than the "
-    "head should have accepted, which is no fault",
+    "lost (see needed), rounds of fewer than K drafts may explain the counts, more drafts are accepted than the head "
+    "should have accepted, which is no fault, or the run was interrupted (see untested)",
+    "untested": "causes that were not compared, as the run was interrupted; [] = all were",
     "needed": "estimate of the data that would decide: new tokens and texts of the reference, rounds of the engine "
     "(null: its counts are enough); null = decided, or more data of this kind would not decide",
     "indistinguishable": "causes that this many rounds cannot distinguish from the named ones: the expected ratio is "
@@ -61,6 +62,7 @@ class Diagnosis(CheckReport):
         audit_notes: Findings of the audit, one line each.
         priors: Fault -> prior odds, from what is documented of the engine.
         documented: Faults that the engine's published code for this family has.
+        untested: Faults that were not compared, as the run was interrupted.
 
     Example:
         >>> from pathlib import Path
@@ -77,6 +79,7 @@ class Diagnosis(CheckReport):
     audit_notes: tuple[str, ...] = ()
     priors: Mapping[str, float] = field(default_factory=dict)
     documented: tuple[str, ...] = ()
+    untested: tuple[str, ...] = ()
 
     @property
     def engine(self) -> str:
@@ -103,6 +106,8 @@ class Diagnosis(CheckReport):
         """
         if self.overrides:
             return (OVERRIDDEN,)
+        if self.untested:
+            return (INCONCLUSIVE,)
         names = self._supported
         if names != (NO_FAULT,) and (self._may_be_short or self._copies):
             return (INCONCLUSIVE,)
@@ -191,7 +196,7 @@ class Diagnosis(CheckReport):
     @cached_property
     def needed(self) -> NeededEvidence | None:
         """The evidence that would decide; None if the case is decided, or more of the same would not decide it."""
-        if not self.is_inconclusive or self._may_be_short or self._copies or self._is_above:
+        if not self.is_inconclusive or self.untested or self._may_be_short or self._copies or self._is_above:
             return None
         return needed_evidence(self._evidence, driven=not any(case.other_workload for case in self.cases))
 
@@ -247,6 +252,11 @@ class Diagnosis(CheckReport):
             return f"the engine shows what this head should give: {figures}"
         if self.overrides:
             return f"the acceptance is not the head's: {', '.join(self.overrides)}; {figures}"
+        if self.untested:
+            return (
+                f"interrupted, so no cause is named: {figures}; the likeliest so far: {self.causes[0].name}; faults "
+                f"not compared: {len(self.untested)}"
+            )
         if self.is_inconclusive and self._is_above and not self._may_be_short:
             return f"the data cannot decide: {figures}, above it, which no fault causes: {self._above_text}"
         if self.is_inconclusive:
@@ -375,6 +385,8 @@ class Diagnosis(CheckReport):
 
     def _notes_on_causes(self) -> Iterator[str]:
         """Yield what is documented of the engine, and which other causes fit or are not excluded."""
+        if self.untested:
+            yield f"interrupted before these were compared: {', '.join(self.untested)}"
         unlikely = [cause.name for cause in self.causes if cause.name in self.priors]
         if unlikely and not self.has_no_fault:
             yield (
@@ -409,6 +421,8 @@ class Diagnosis(CheckReport):
             "engine": self.engine,
             "definitions": DEFINITIONS,
             **super().to_dict(),
+            "complete": not self.untested,
+            "untested": list(self.untested),
             "overrides": list(self.overrides),
             "needed": self.needed and asdict(self.needed),
             "named": list(self.named),

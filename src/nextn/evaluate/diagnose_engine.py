@@ -15,7 +15,7 @@ from nextn.evaluate.diagnose import Diagnosis
 from nextn.evaluate.engine_counters import check_temperatures, counted_so_far, flag_texts
 from nextn.evaluate.engine_probe import documented_faults, engine_priors
 from nextn.evaluate.engine_run import EngineObservation, count_retokenized, diverged_text_share, drive_engine
-from nextn.evaluate.faults import NOTHING, TEMPLATE, expectation, expectations
+from nextn.evaluate.faults import FAULTS, NOTHING, TEMPLATE, expectation, expectations
 from nextn.evaluate.hypotheses import ExpectedCounts, engine_depth, observed_counts
 from nextn.evaluate.observed_case import ObservedCase
 from nextn.evaluate.reference import open_model, reference_acceptance
@@ -127,17 +127,17 @@ def compare(
     source: str = "",
     notes: Sequence[str] = (),
     measure_answers: MeasureAnswers | None = None,
-    on_reference: Callable[[ReferenceReport], None] = lambda reference: None,
     on_text: Step = lambda num_texts=1: None,
     on_fault: Step = lambda: None,
+    keep_interrupted: bool = False,
 ) -> Diagnosis:
     """Compare what an engine counted with the head's reference, and with every fault that the head can have.
 
     The plan's K is replaced by the engine's, by its counters and flags, its temperatures by those of the observations,
     whose indices are of these prompts. `measure_answers` measures the reference on the engine's answers, for a model
-    that cannot generate. `on_reference` is called before the faults, `on_text` with the number of texts that were
-    decoded, and for each that was scored. Raises ConfigError without a head, or if counters contradict K; EngineError
-    for counters without figures.
+    that cannot generate. `on_text` is called with the number of texts that were decoded, and for each that was
+    scored. keep_interrupted: Return what is known if Ctrl-C stops the comparison with faults. Raises ConfigError
+    without a head, or if counters contradict K; EngineError for counters without figures.
     """
     texts = flag_texts(flags)
     observed = [replace(each, counters=with_settings(each.counters, texts)) for each in observed]
@@ -147,13 +147,9 @@ def compare(
         reference = reference_acceptance(model, prompts, plan, on_text=on_text, on_score=on_text)
     else:
         reference = measure_answers(observed, plan)
-    on_reference(reference)
-    expected = expectations(reference, model, on_fault=on_fault)
     other_plan = _other_template(model, prompts, plan) if observed[0].prompt_indices is None else None
-    if other_plan is not None:
-        other = reference_acceptance(model, prompts, other_plan)
-        for temperature, hypotheses in expected.items():
-            hypotheses.append(expectation(TEMPLATE, other, temperature))
+    other = None if other_plan is None else lambda: reference_acceptance(model, prompts, other_plan)
+    expected, untested = _hypotheses(reference, model, other, on_fault=on_fault, keep_interrupted=keep_interrupted)
     if any(each.acceptance_length > 1 + _ANY_ACCEPTED for each in counts):
         expected = {t: [each for each in causes if each.name != NOTHING] for t, causes in expected.items()}
     cases = [
@@ -169,7 +165,38 @@ def compare(
     ]
     engine = observed[0].counters.engine
     priors, documented = engine_priors(model.family, engine), documented_faults(model.family, engine)
-    return Diagnosis(source, replace(reference, source=source), tuple(cases), tuple(notes), priors, documented)
+    reference = replace(reference, source=source)
+    return Diagnosis(source, reference, tuple(cases), tuple(notes), priors, documented, untested)
+
+
+def _hypotheses(
+    reference: ReferenceReport,
+    model: Model,
+    other_template: Callable[[], ReferenceReport] | None,
+    *,
+    on_fault: Step,
+    keep_interrupted: bool,
+) -> tuple[dict[float, list[ExpectedCounts]], tuple[str, ...]]:
+    """Return the hypotheses by temperature, and the names of those that an interrupt left out."""
+    expected: dict[float, list[ExpectedCounts]] = {}
+    untested = [*(fault.name for fault in FAULTS), *([TEMPLATE] if other_template else [])]
+
+    def next_fault() -> None:
+        untested.pop(0)
+        on_fault()
+
+    try:
+        expected = expectations(reference, model, on_fault=next_fault, found=expected)
+        if other_template is not None:
+            other = other_template()
+            for temperature, hypotheses in expected.items():
+                hypotheses.append(expectation(TEMPLATE, other, temperature))
+        untested.clear()
+    except KeyboardInterrupt:
+        if not keep_interrupted or len(expected) < len(reference.generated):
+            raise
+    known = min(map(len, expected.values()), default=0)  # of the last one, an interrupt may leave only a part
+    return {temperature: hypotheses[:known] for temperature, hypotheses in expected.items()}, tuple(untested)
 
 
 def audit_lines(source: str, head: str | Path | None) -> list[str]:

@@ -285,11 +285,15 @@ def expectations(
     *,
     faults: Sequence[Fault] = FAULTS,
     on_fault: Callable[[], None] = lambda: None,
-) -> Mapping[float, list[ExpectedCounts]]:
-    """Return all hypotheses by temperature, `no-fault` first, over all texts, by the plan's K and acceptance rule."""
-    hypotheses = {
-        t: [expectation(NO_FAULT, reference, t), _nothing_accepted(reference, t)] for t in reference.generated
-    }
+    found: dict[float, list[ExpectedCounts]] | None = None,
+) -> dict[float, list[ExpectedCounts]]:
+    """Return all hypotheses by temperature, `no-fault` first, over all texts, by the plan's K and acceptance rule.
+
+    They are added to `found`, if given, which has the first of them if the run is interrupted.
+    """
+    hypotheses = {} if found is None else found
+    for t in reference.generated:
+        hypotheses[t] = [expectation(NO_FAULT, reference, t), _nothing_accepted(reference, t)]
     hiddens = text_states(reference, model)
     for fault in faults:
         faulty = measure_under_fault(reference, model, fault, hiddens=hiddens)
