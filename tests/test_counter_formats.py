@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import re
 import threading
 import time
 from contextlib import suppress
@@ -224,7 +225,12 @@ TEXTS = {
         for name, rounds in ((" Interval", 50), ("         ", 50), (" Interval", 50), ("         ", 100), (" Interval", 50))),
         ("ATOM", 100, 200, 80, (60, 20))),
     "oMLX, a finished request": ("MTP[0] finish=length tokens=150 cycles=148 accept=0/148 (0.0%)\n  emits[init=2]\n",
-                                ("an engine", None, 148, 0, ())),
+                                ("oMLX", 148, 148, 0, (0,))),
+    "oMLX, several drafts a cycle": ("MTP[0] finish=length tokens=10 cycles=2 tok/cycle=5.00 accept=6/8 (75.0%)\n",
+                                     ("oMLX", 2, 8, 6, ())),
+    "mlxcel's diagnostics": ("INFO MTP round-loop diagnostics block_size=6 adaptive=true rounds=44 proposed_tokens=130\n"
+                             "  acceptance_rate=0.5846153846153846\n  emitted_per_verify=2.70454545\n",
+                             ("mlxcel", 44, 130, 76, ())),
     "mlc-llm's metrics": (json.dumps({"spec_decode": {"draft_count": [99, 99, 90], "accept_count": [99, 80, 50]}}),
                           ("mlc-llm", 99, 189, 130, (80, 50))),
     "another engine, in words": ("[mtp] accepted 312 of 400 drafts\n", ("an engine", None, 400, 312, ())),
@@ -1379,6 +1385,17 @@ NOT_LOADED = [
     "Parameter model.layers.0.self_attn.q_proj.weight not found in params_dict",
     "Parameter model.layers.46.shared_head.head.weight not found in params_dict",
     "WARN `--speculative` requested but no MTP weights loaded",
+    "Config declares MTP layers but the weight files contain neither mtp.* tensors nor native nextn layers.",
+    "load_model: NOT loaded: model.layers.48.eh_proj.weight_scale",
+]
+NO_MODEL = [
+    "missing tensor 'blk.64.ssm_conv1d.weight'",
+    "tensor 'blk.40.attn_qkv.weight' not found",
+    "wrong number of tensors; expected",
+    "layer 40 missing attn_qkv/attn_gate projections",
+    "tensor mtp.0.ffn_gate_inp.weight has type f32, expected",
+    "KeyError: 'model.layers.30.self_attn.q_proj.weight'",
+    "tensor not found: layers.64.linear_attn.in_proj_qkv.weight",
 ]
 NO_FAULT = [
     "INFO failed to load the tokenizer", "KeyError: 'mode'", "MTP head loaded; vision tower not used", "MTP on",
@@ -1397,6 +1414,13 @@ def test_a_head_that_the_engine_did_not_load():
         assert any("nextn audit" in note for note in read(f"{line}\n{SGLANG.format('1.00', '0.00')}\n").notes), line
     assert not any(map(head_not_loaded, [*NO_FAULT, *(text for text, _ in TEXTS.values())]))
     assert len(head_not_loaded("x" * 9999 + NOT_LOADED[0] + "y" * 9999)) < 300
+
+
+def test_a_model_that_the_engine_did_not_load():
+    for fault in NO_MODEL:
+        with pytest.raises(EngineError, match=f"did not load the model: .*{re.escape(fault)}"):
+            read(f"main: loading model\nerror loading model: {fault} 1194, got 1178\nfailed to load model\n")
+        assert read(f"{fault}\nMTP accepted 29/35\n").accepted == 29
 
 
 @loop(

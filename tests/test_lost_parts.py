@@ -162,3 +162,39 @@ def test_each_tensor_of_a_head_counts(name, tmp_path):
     stored, copies = Inventory.of(checkpoint).stored, by_name(name).copies
     own = {re.sub(r"\d+", "0", each): each for role, each in stored.items() if role.split(".")[1] not in copies}
     assert [each for each in own.values() if audit(without(checkpoint, each), sample=True).clean] == []
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_a_part_that_one_of_two_layers_lacks(name, tmp_path):
+    publish(tmp_path, name, modules=2, change=lambda table: table.pop("model.layers.3.enorm.weight"))
+    found = [each for each in audit(Checkpoint.open(tmp_path)).findings if each.severity == "error"]
+    assert [(each.rule, each.place) for each in found] == [("head-partial", "model.layers.3.enorm")]
+    assert "MTP layer 1 " in found[0].found
+
+
+def test_layers_that_are_numbered_from_1(tmp_path):
+    """Engines look for layer 0; to declare as many layers as before would change nothing."""
+
+    def change(table):
+        for name in [name for name in table if "mtp_layers.0." in name]:
+            table[name.replace("mtp_layers.0.", "mtp_layers.1.")] = table.pop(name)
+
+    publish(tmp_path, "mimo", change=change)
+    found = [each for each in audit(Checkpoint.open(tmp_path)).findings if each.severity != "note"]
+    assert [each.rule for each in found] == ["modules-missing"]
+    assert "of 0 no tensor" in found[0].found
+    assert "numbered 1 " in found[0].found
+    assert "--force" in found[0].fix
+
+
+@pytest.mark.parametrize("headless", [False, True])
+def test_a_copy_in_a_folder_original(headless, tmp_path):
+    """As Meta's repositories have one: it hides nothing, and is no part of the model."""
+    lost = (lambda table: [table.pop(name) for name in [*table] if name.startswith("mtp.")]) if headless else None
+    publish(tmp_path, "qwen3_5", shards=2, change=lost)
+    (tmp_path / "original").mkdir()
+    copy = publish(tmp_path / "original", "qwen3_5")
+    (copy / "config.json").rename(copy / "params.json")
+    (copy / "model.safetensors").rename(copy / "consolidated.00.safetensors")
+    report = audit(Checkpoint.open(tmp_path))
+    assert [each.rule for each in report.findings if each.severity != "note"] == ["head-absent"] * headless

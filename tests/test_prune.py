@@ -57,6 +57,13 @@ def folder(path, name, **options):
     return publish(path, name, copies=False, config={NAMES[name]: len(KEEP)}, change=pruned(name, **options))
 
 
+@pytest.mark.parametrize(("settings", "rules"), [({}, {"experts-pruned"}), ({"mtp_num_experts": 4}, set())])
+def test_a_block_of_its_own_takes_the_configs_number(settings, rules, tmp_path):
+    """A full head beside a pruned trunk of Qwen3.8-Flash-Next, unless the config has a number for the head."""
+    publish(tmp_path, "qwen4_exp", copies=False, config={"num_experts": 2, **settings}, change=pruned("qwen4_exp"))
+    assert {each.rule for each in audit(Checkpoint.open(tmp_path)).findings if each.severity != "note"} == rules
+
+
 @pytest.mark.more
 @loop("name", sorted(IN_HEAD))
 def test_one_finding(tmp_path_factory, name):

@@ -32,6 +32,7 @@ from nextn.text_format import counted, joined, some
 IDS = ("experts-pruned", "shape", "vocabulary")
 TOKENIZER = "tokenizer.json"
 _MLP = re.compile(r"(.*)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
+_HEADS_EXPERTS = re.compile(r"(?:mtp|nextn|draft).*expert|expert.*(?:mtp|nextn|draft)")  # a field of the config
 _CODES = ("", ".weight", ".weight_packed", ".qweight")  # suffixes; parts beside them may differ in the scheme
 
 
@@ -66,14 +67,23 @@ def experts_pruned(inventory: Inventory) -> Iterator[Finding]:
 def _pruned_apart(inventory: Inventory) -> tuple[int, int] | None:
     """Return the numbers of experts of trunk and head where these differ; None where they agree or are not known."""
     head = uniform(head_experts(inventory))
-    if head is None or inventory.family.own_block or len(inventory.layers) < inventory.num_layers:
+    if head is None or len(inventory.layers) < inventory.num_layers:
         return None
     trunk = uniform(trunk_experts(inventory))
+    if inventory.family.own_block and not (trunk and head > trunk and _is_of_config(inventory, trunk)):
+        return None  # such a block may have fewer
     # An incomplete head is another fault: what was pruned has as many rows in its router.
     routers = [router_axis(each, inventory.info(each), head) for each in inventory.stored]
     if trunk in (None, head) or set(routers) == {None} or any(lost_experts(inventory)):
         return None
     return trunk, head
+
+
+def _is_of_config(inventory: Inventory, count: int) -> bool:
+    """Whether the config's one number of experts is this, and it has none of the head's own."""
+    config = inventory.checkpoint.config
+    names = [*config, *(name for part in config.values() if isinstance(part, Mapping) for name in part)]
+    return {*declared_experts(config).values()} == {count} and not any(_HEADS_EXPERTS.search(name) for name in names)
 
 
 def shape(inventory: Inventory) -> Iterator[Finding]:

@@ -125,10 +125,10 @@ def _undeclared(head: HeadStructure) -> Iterator[Finding]:
     """Report stored MTP layers that the config does not declare."""
     inventory = head.inventory
     extra = [module for module in head.heads if module >= inventory.declared]
-    if not extra or head.layer_offset or head.counted_as_trunk:
+    field, count = inventory.family.count_fields[0], len(head.heads)
+    # No more of them than declared: their numbers have a gap, and what is missing is reported.
+    if not extra or count <= inventory.declared or head.layer_offset or head.counted_as_trunk:
         return
-    field = inventory.family.count_fields[0]
-    count = len(head.heads)
     yield Finding(
         "head-undeclared", "warning", count_field(inventory),
         f"MTP layers stored: {count}, declared: {inventory.declared}; engines ignore the rest, or refuse to load them.",
@@ -141,13 +141,15 @@ def _modules_missing(head: HeadStructure) -> Iterator[Finding]:
     """Report declared MTP layers without any stored tensor, if other layers are stored."""
     inventory = head.inventory
     missing = [module for module in range(inventory.declared) if module not in head.roles]
+    beyond = [module for module in head.heads if module >= inventory.declared]
     if not missing or not head.roles or head.misplaced:
         return
     yield Finding(
         "modules-missing", "error", count_field(inventory),
-        f"{CONFIG} declares {inventory.declared} MTP layers; of {some([*map(str, missing)])} no tensor is stored.",
+        f"{CONFIG} declares {counted(inventory.declared, 'MTP layer')}; of {some([*map(str, missing)])} no tensor is "
+        f"stored{f', and one numbered {min(beyond)} is, which engines do not look for' if beyond else ''}.",
         f"All {inventory.declared}{f', or {inventory.family.count_fields[0]} = {missing[0]}' if missing[0] else ''}.",
-        restore(inventory),
+        restore(inventory, force=bool(beyond)),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from nextn.engines.metrics_formats import (
 )
 from nextn.engines.metrics_json import series_in
 from nextn.engines.named_counts import answer_id, in_documents, in_lines, last_parts
-from nextn.engines.run_settings import NOT_LOADED_FIX, head_not_loaded, with_settings
+from nextn.engines.run_settings import NOT_LOADED_FIX, head_not_loaded, model_not_loaded, with_settings
 from nextn.errors import EngineError
 from nextn.text_format import docs_page
 
@@ -325,6 +325,11 @@ def _need(reading: LogReading, source: str, start: str) -> Counters:
     if fault := head_not_loaded(start):
         raise EngineError(
             f"{source}: no draft counts in it, as the engine did not load the head: {fault!r}. {NOT_LOADED_FIX}"
+        )
+    if fault := model_not_loaded(start):
+        raise EngineError(
+            f"{source}: no draft counts in it, as the engine did not load the model: {fault!r}. {NOT_LOADED_FIX}; a "
+            "sound file may need a newer engine"
         )
     if _CURVE.search(start):
         raise EngineError(f"{source}: acceptance lengths by K, without counts; to show them beside: measure --baseline")

@@ -55,9 +55,16 @@ def _omlx(fields: Fields) -> Counters:
     """A request: accepted and draft tokens, and its rounds; dK: accepted and tested drafts of depth K."""
     accepted, drafted = (integer(part) for part in fields["accepted/drafted"][0].split("/"))
     size, depths = int_field(fields, "block_size"), fields.get("depth", [])[:MAX_POSITIONS]
-    rounds = int_field(fields, "rounds") if size else int(depths[0].split("/")[1]) if depths else None
+    rounds = int_field(fields, "rounds") or int_field(fields, "cycles")
+    rounds = rounds or (int(depths[0].split("/")[1]) if depths else None)
     k = size - 1 if size and size - 1 <= MAX_POSITIONS else None
     return Counters("oMLX", rounds, drafted, accepted, tuple(int(depth.split("/")[0]) for depth in depths), k=k)
+
+
+def _mlxcel_loop(fields: Fields) -> Counters:
+    """A run; the accepted drafts are a rate of those that were proposed. The block is the one asked for, not K."""
+    rounds, drafted = int_field(fields, "rounds"), int_field(fields, "proposed_tokens") or 0
+    return Counters("mlxcel", rounds, drafted, round((float_field(fields, "acceptance_rate") or 0.0) * drafted))
 
 
 def _ollama(fields: Fields) -> Counters:
@@ -94,10 +101,11 @@ MLX_FORMATS: tuple[LogFormat, ...] = (
         num_lines=3,
     ),
     LogFormat(
-        "oMLX's MTP line", "depth[d1=", r"(?<!\w)MTP\[[0-9]{1,9}\](?=[^\n]{0,200}depth\[d1=)",
-        {"accepted/drafted": r"(?<!\w)accept=([0-9]{1,15}/[0-9]{1,15})",
+        "oMLX's MTP line", "MTP[", r"(?<!\w)MTP\[[0-9]{1,9}\](?=[^\n]{0,200}(?:depth\[d1=|cycles=))",
+        {"accepted/drafted": r"(?<!\w)accept=([0-9]{1,15}/[0-9]{1,15})", "cycles": rf"(?<!\w)cycles=({INT})",
          "depth": r"(?<!\w)d[0-9]{1,3}=([0-9]{1,15}/[0-9]{1,15})"},
-        ("accepted/drafted", "depth"), _omlx, "a request: draft tokens, and accepted and tested drafts by depth",
+        ("accepted/drafted",), _omlx,
+        "a request: draft tokens, cycles, each of which is a round, and accepted and tested drafts by depth",
     ),
     LogFormat(
         "Ollama's speculative decode stats", "speculative decode stats", r"(?<!\w)speculative decode stats\"(?= [a-z])",
@@ -119,5 +127,11 @@ MLX_FORMATS: tuple[LogFormat, ...] = (
         "mlxcel's MTP acceptance", "[MTP acceptance:", r"\[MTP acceptance:", equals(*_MLXCEL), _MLXCEL,
         counts_of("mlxcel", *_MLXCEL),
         "a run: rounds, draft tokens and accepted drafts", is_run=True,
+    ),
+    LogFormat(
+        "mlxcel's round-loop diagnostics", "MTP round-loop diagnostics", "MTP round-loop diagnostics",
+        {**equals("rounds", "proposed_tokens"), "acceptance_rate": r"(?<!\w)acceptance_rate=([01](?:\.[0-9]{1,9})?)"},
+        ("rounds", "proposed_tokens", "acceptance_rate"), _mlxcel_loop,
+        "a run: rounds, draft tokens and the share of these that was accepted", num_lines=3, is_run=True,
     ),
 )  # fmt: skip

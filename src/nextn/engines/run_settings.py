@@ -112,9 +112,16 @@ _NOT_LOADED = re.compile(
     r"(?i:weights? (?:are |were )?(?:missing|not (?:initialized|loaded|found))|no mtp weights|n't contain MTP|"
     r"\b(?:(?:weight|head|layer)s?\b[^\n;.]{0,80}|(?:mtp|nextn|drafter|draft model) (?:is |was )?)\bnot loaded\b|"
     r"ships? no (?:[\w*-]+(?:\.[\w*-]+)* ){0,4}(?:weight|head|layer)|"
+    r"\bneither mtp\b[^\n]{0,40} tensors|load_model: not loaded|"
     r"failed to (?:create|load|init)|not started with|in load_weights|KeyError)"
 )
 _OF_HEAD = re.compile(r"(?i)(?<![a-z])(?:mtp|nextn|drafter|draft model|[eh]norm|eh_proj|shared_head|pre_fc_norm)")
+# And where no model came up at all: loaders without its MTP layer look for a trunk layer's tensors in it.
+_NO_MODEL = re.compile(
+    r"(?i)missing tensor '[^'\n]{1,200}'|tensor '[^'\n]{1,200}' not found|tensor not found: \S{1,200}|"
+    r"wrong number of tensors; expected|layer [0-9]{1,4} missing \S{1,100} projections|KeyError: '[\w.]{1,200}weight'|"
+    r"tensor \S{1,200} has type \w{1,20}, expected|can not map tensor"
+)
 NOT_LOADED_FIX = "`nextn audit MODEL` names what the checkpoint lacks, and what the engine does with it"
 # Settings by which rounds draft fewer tokens than K, by how likely the drafts are or were.
 _ADAPTIVE = re.compile(r"(?<![\w-])--(?:speculative-adaptive(?![\w-])|spec-draft-adaptive\S*)|draft-mtp-adaptive")
@@ -175,6 +182,12 @@ def head_not_loaded(text: str) -> str:
         if _OF_HEAD.search(line) or (first and match["tensor"]):
             return " ".join(line.split())[:_MAX_QUOTE]
     return ""
+
+
+def model_not_loaded(text: str) -> str:
+    """Return what an engine says of a tensor for which it did not load a model; "" for nothing."""
+    match = _NO_MODEL.search(text, 0, _MAX_TEXT)
+    return "" if match is None else match[0]
 
 
 def with_settings(counters: Counters, texts: Iterable[str]) -> Counters:
