@@ -1,9 +1,11 @@
 """Saturation of AL over K: published curves, texts that are too few, and how often noise is taken for saturation."""
 
+import math
+
 import numpy as np
 import pytest
 
-from nextn.evaluate.acceptance_curve import MIN_INCREASE, AcceptanceCurve
+from nextn.evaluate.acceptance_curve import MIN_INCREASE, AcceptanceCurve, AcceptanceFigures
 
 # AL at K = 1..8 as InferenceX publishes them (golden_al_distribution, 2026-08): DeepSeek-V4-Pro with thinking, where
 # 2.55 to 2.58 at K >= 5 are taken as equal, and Qwen3.5-397B-A17B with thinking.
@@ -82,3 +84,14 @@ def test_noise_is_rarely_taken_for_saturation():
     rising.append(1.2 * MIN_INCREASE * (1 + sum(rising)))
     runs = [simulated(rising, texts=20, seed=seed) for seed in range(100)]
     assert sum(run.saturated_at is not None for run in runs) <= 0.05 * len(runs)
+
+
+def test_few_texts_that_agree_have_an_interval():
+    """Their rounds alone are uncertain: AL at K = 1 is 1 + a_1, and so is its interval, about."""
+    twins = [([200.0], [128.0])] * 2
+    figures = AcceptanceFigures.of(twins, temperature=0.0, rule="greedy", k=1, domain="all")
+    assert figures.length.value == pytest.approx(1.64)
+    error = 12.706 * math.sqrt(0.64 * 0.36 / 400)
+    assert figures.length.high == pytest.approx(1.64 + error, abs=1e-3)
+    many = AcceptanceFigures.of(twins * 3, temperature=0.0, rule="greedy", k=1, domain="all")
+    assert many.length.high == pytest.approx(many.length.value)  # of more texts, their spread counts

@@ -12,6 +12,7 @@ from nextn.evaluate.acceptance_drop import (
     FALSE_ALARMS,
     AcceptanceChange,
     baseline_note,
+    check_number,
     check_settings,
     read_record,
 )
@@ -268,6 +269,37 @@ def test_a_gate_rarely_fails_where_nothing_changed():
     assert alarms / runs < FALSE_ALARMS
     assert unwidened / runs > FALSE_ALARMS
     assert len(change.drops) == 6
+
+
+def test_few_texts_decide_nothing():
+    """Two texts that changed alike have a small spread by chance; the same weights change nothing at all."""
+    texts = [(100, 90), (100, 88), (100, 91), (100, 89)]
+    worse = [(drafted, accepted // 2) for drafted, accepted in texts]
+    for now in (worse, [(100, 90), (100, 87), (100, 91), (100, 89)]):
+        change = AcceptanceChange.of(by_text(*texts), by_text(*now, head="other"), source="old.json", limit=0.05)
+        assert change.outcome == "inconclusive"
+        assert "greedy a_1 is of 4 texts without repetition, and 5 or more" in change.conclusion
+    one_more = ((*texts, (100, 90)), (*worse, (100, 45)))
+    assert AcceptanceChange.of(*(by_text(*each) for each in one_more), source="old.json", limit=0.05).outcome == "fell"
+    assert "of 4 texts" in baseline_note(by_text(*texts), 0.05)
+
+
+def test_another_head_of_the_same_trunk_is_put_back():
+    """Training would be the long way round."""
+    texts = [(100, 90), (100, 88), (100, 91), (100, 89), (100, 85)]
+    worse = by_text(*((drafted, accepted // 2) for drafted, accepted in texts), head="other")
+    said = AcceptanceChange.of(by_text(*texts), worse, source="old.json", limit=0.05).conclusion
+    assert "put the earlier one back (nextn restore MODEL --from BASE --force)" in said
+    worse["hashes"]["trunk"] = "another"
+    said = AcceptanceChange.of(by_text(*texts), worse, source="old.json", limit=0.05).conclusion
+    assert "nextn restore" not in said
+
+
+def test_a_baseline_of_another_number_of_prompts_is_refused_at_once():
+    check_number({"prompts": {"num": 4}}, 4, source="x")
+    check_number({}, 4, source="x")  # older
+    with pytest.raises(ConfigError, match="measured on 4 prompts, not these 8"):
+        check_number({"prompts": {"num": 4}}, 8, source="x")
 
 
 def test_read_record(tmp_path):

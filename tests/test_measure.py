@@ -7,15 +7,18 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from tiny import FIXTURES, prompt, refrain
 from typer.testing import CliRunner
 
 from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.cli import app, streaming
 from nextn.cli.acceptance import _length, _rows, draw_curves
+from nextn.cli.measure import _require
 from nextn.cli.progress import progress_bars
 from nextn.data.degeneracy import degeneracy
 from nextn.errors import ConfigError, NextnError
@@ -403,3 +406,12 @@ def test_the_picture_has_every_row(monkeypatch):
     assert [[each.value for each in lengths] for lengths in drawn.values()] == [
         [each.length.value for each in by_k] for _, by_k, _ in rows
     ]
+
+
+def test_repetitive_texts_decide_no_threshold(capsys):
+    """They are easy to draft, for a damaged head, too: neither a pass nor a finding."""
+    report = SimpleNamespace(main_temperature=0.0, repetitive={0.0: {0, 1}}, prompts=[1, 2, 3])
+    with pytest.raises(typer.Exit) as ended:
+        _require(report, 0.9)
+    assert ended.value.exit_code == 3
+    assert "cannot decide" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, cast
 
 from nextn.cli.screen import echo, figures_table, plain, print_lines, print_note, print_table
 from nextn.evaluate.acceptance_drop import FALSE_ALARMS
+from nextn.stats.intervals import FEW_TEXTS
 from nextn.text_format import docs_page, rate_text
 
 if TYPE_CHECKING:
@@ -144,7 +145,9 @@ def show_comparison(compared: "AcceptanceChange", *, quiet: bool) -> None:
         title = f"against {compared.source}"
         table = figures_table(title, "before", "now", "change", "perfect head", "", left=("", title), no_wrap=False)
         for drop in compared.drops:
-            change = f"{drop.change.value:+.1%} ({drop.change.low:+.1%} to {drop.change.high:+.1%})"
+            change = f"{drop.change.value:+.1%}"
+            if drop.num_texts >= FEW_TEXTS:
+                change += f" ({drop.change.low:+.1%} to {drop.change.high:+.1%})"
             # Of later drafts it is on other positions: those where the head's own earlier drafts were accepted.
             ceiling = f"{drop.ceiling:.3f}" if drop.figure in ("a_1", "AL") else ""
             values = (f"{drop.before:.3f}", f"{drop.now:.3f}", change, ceiling)

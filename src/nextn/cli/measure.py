@@ -36,6 +36,7 @@ from nextn.evaluate.acceptance_drop import (
     OTHER_TOKENS,
     AcceptanceChange,
     baseline_note,
+    check_number,
     check_settings,
     read_record,
 )
@@ -85,8 +86,8 @@ class ComparisonOptions:
     min_acceptance: Annotated[
         float | None,
         Option(
-            help="Exit with 1 if a_1 is below this (for CI), by the first rule of the lowest temperature; without "
-            "temperatures where most texts repeat themselves."
+            help="Exit with 1 if a_1 is below this (for CI), at the lowest temperature at which at least half of the "
+            "texts do not repeat themselves, by the first rule there; with 3 if there is none."
         ),
     ] = None
     baseline: Annotated[
@@ -217,6 +218,8 @@ def measure(
             "its weights as stored; leave one of them out"
         )
     prompts = first_turns(read_prompts(planned.prompts)) if is_served else read_prompts(planned.prompts)
+    if earlier is not None and texts is None:
+        check_number(earlier, len(prompts), source=str(comparison.baseline))
     if curves and texts is None:
         check_shared(curves, planned.num_speculative_tokens, [prompt.domain for prompt in prompts])
     for folder in (options.source, shipped_path(comparison.against)) if comparison.against is not None else ():
@@ -326,6 +329,13 @@ def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, 
 
 def _require(report: "ReferenceReport", minimum: float) -> None:
     temperature = report.main_temperature
+    if 2 * len(report.repetitive[temperature]) > len(report.prompts):
+        echo(
+            f"--min-acceptance {minimum:g}: most texts are degenerate (repetitive), so a_1 cannot decide: use other "
+            "--prompts, or --temperatures 1",
+            err=True,
+        )
+        raise typer.Exit(_EXIT_CODES["inconclusive"])
     rate = report.figures(temperature).rates[0].value
     if not rate >= minimum:
         echo(f"a_1 = {rate:.3f} at temperature {temperature:g} is below --min-acceptance {minimum:g}", err=True)

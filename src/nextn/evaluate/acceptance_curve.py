@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nextn.stats.acceptance import conditional_rates, expected_length
-from nextn.stats.intervals import Estimate, jackknife, proportion
+from nextn.stats.intervals import FEW_TEXTS, Estimate, jackknife, proportion, student_t
 
 # A draft that adds less than this part of AL pays nowhere: a draft step costs more, and so does one more token to
 # verify (`nextn bench` and `nextn advise` measure both).
@@ -22,6 +22,21 @@ def length_of(counts: Sequence[float]) -> float:
     """Return AL from the sums of num_drafted and num_accepted by depth, one after the other."""
     k = len(counts) // 2
     return expected_length(conditional_rates(counts[k:], counts[:k]))
+
+
+def _least_width(counts: Sequence[float], num_texts: int) -> float:
+    """The half-width of the interval of AL if the rounds of a text were independent, by the delta method.
+
+    counts: The sums of num_drafted and num_accepted by depth, one after the other.
+    """
+    k = len(counts) // 2
+    rates = conditional_rates(counts[k:], counts[:k])
+    variance = 0.0
+    for depth, (rate, drafted) in enumerate(zip(rates, counts[:k], strict=True)):
+        if drafted and 0 < rate < 1:
+            slope = (expected_length(rates) - expected_length(rates[:depth])) / rate
+            variance += slope**2 * rate * (1 - rate) / drafted
+    return student_t(num_texts - 1, 0.05) * math.sqrt(variance)
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,11 @@ class AcceptanceFigures:
         """Compute the figures from the counts of each text."""
         drafted, accepted = ([[each[side][depth] for each in counts] for depth in range(k)] for side in (0, 1))
         length = jackknife(length_of, [(*each[0], *each[1]) for each in counts])
+        if 1 < len(counts) < FEW_TEXTS:
+            width = max(
+                length.high - length.value, _least_width([*map(sum, drafted), *map(sum, accepted)], len(counts))
+            )
+            length = Estimate(length.value, length.value - width, length.value + width)
         if not math.isnan(length.low):  # of few texts, it may leave what AL can be
             length = Estimate(length.value, max(1.0, length.low), min(k + 1.0, length.high))
         return cls(

@@ -19,7 +19,8 @@ from pathlib import Path
 from nextn.bounded_json import JsonLimits, JsonObject, parse_json
 from nextn.errors import ConfigError
 from nextn.evaluate.acceptance_curve import length_of
-from nextn.stats.intervals import Estimate, jackknife, student_t
+from nextn.stats.intervals import FEW_TEXTS, Estimate, jackknife, student_t
+from nextn.text_format import counted
 
 SERVER_RULES = ("greedy", "ratio", "argmax")  # the acceptance rules that servers use
 OTHER_TOKENS = (
@@ -27,6 +28,7 @@ OTHER_TOKENS = (
     "that has the same, or leave the templates out (--no-chat)"
 )
 FALSE_ALARMS = 0.05  # share of comparisons that report a drop although nothing changed, at most
+_OTHER_PROMPTS = "Pass the same --prompts, or measure the baseline again"
 RECORD = "measure.json"  # looked for in a folder
 _LIMITS = JsonLimits(16 * 1024 * 1024, 500_000)
 _IGNORED = ("backend",)  # settings that do not change what is measured
@@ -112,6 +114,7 @@ class AcceptanceChange:
     limit: float  # relative drop that is tolerated
     drops: tuple[Drop, ...]
     degenerate: tuple[float, ...] = ()  # temperatures that are left out: most of their texts repeat themselves
+    is_other_head: bool = False  # of the same trunk
 
     @classmethod
     def of(cls, baseline: _Record, now: _Record, *, source: str, limit: float) -> "AcceptanceChange":
@@ -131,6 +134,7 @@ class AcceptanceChange:
             ceilings = _ceilings(baseline), _ceilings(now)
             found = (_drops(*pair, *ceilings, _paired(baseline, now, *_key(pair[1]))) for pair in pairs)
             drops = _tested([drop for each in found for drop in each])
+            is_other_head = _is_other_head(baseline, now)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{source}: not a record of this version's `nextn measure --out` ({error!r})") from error
         if not drops:
@@ -138,7 +142,7 @@ class AcceptanceChange:
                 f"{source}: no figure has an interval in both measurements: measure both with more prompts, so that "
                 "more than one text is left"
             )
-        return cls(source, limit, drops, tuple(sorted(degenerate)))
+        return cls(source, limit, drops, tuple(sorted(degenerate)), is_other_head)
 
     @property
     def fallen(self) -> list[Drop]:
@@ -148,13 +152,24 @@ class AcceptanceChange:
     @property
     def outcome(self) -> str:
         """`fell`, `kept`, or `inconclusive`: most texts are degenerate, or too few to show a drop of the limit."""
-        if self._is_degenerate:
+        if self._is_degenerate or self._has_few_texts:
             return "inconclusive"
         return "fell" if self.fallen else "inconclusive" if self._noise else "kept"
 
     @property
     def _is_degenerate(self) -> bool:
         return self.drops[0].temperature in self.degenerate
+
+    @property
+    def _has_few_texts(self) -> bool:
+        """Whether a figure is of so few texts that their spread may be small by chance; the same weights have none."""
+        return any(drop.num_texts < FEW_TEXTS and drop.half_width > 0 for drop in self.drops)
+
+    @property
+    def _too_few(self) -> str:
+        drop = min(self.drops, key=lambda drop: drop.num_texts)
+        texts = f"{drop.label} is of {counted(drop.num_texts, 'text')} without repetition"
+        return f"{texts}, and {FEW_TEXTS} or more show how texts differ: use more --prompts"
 
     @property
     def most_trainable(self) -> Drop:
@@ -174,10 +189,15 @@ class AcceptanceChange:
                 f"inconclusive{fell}: most texts are degenerate (repetitive), which any head drafts: use other "
                 f"prompts{others}"
             )
+        if self._has_few_texts:
+            return f"inconclusive: {self._too_few}, and measure a --baseline again with them"
         if self.outcome == "fell":
             # This trunk may be less sure of its tokens, or only deep drafts fell.
             is_trainable = self.most_trainable.improvement.value > self.limit
             choice = "train the head" if is_trainable else f"training would raise AL by no more than {limit}"
+            if self.is_other_head:
+                other = "the trunk is the same and the head another one"
+                choice = f"{other}: put the earlier one back (nextn restore MODEL --from BASE --force), or {choice}"
             return f"acceptance fell by more than {limit}: {names}; {choice}: {self._expectation}"
         choice = "acceptance kept, keep the head" if self.outcome == "kept" else "inconclusive"
         known = "; ".join(filter(None, (self._expectation, self._noise)))
@@ -227,7 +247,11 @@ def baseline_note(record: _Record, limit: float) -> str:
         expected = AcceptanceChange.of(unpaired, unpaired, source="this record", limit=limit)
     except ConfigError as error:
         return f"as a --baseline, {error}"
-    few = "" if expected._is_degenerate else expected._noise
+    if expected._is_degenerate:
+        return ""
+    if expected._has_few_texts:
+        return f"as a --baseline, it is of too little: {expected._too_few}"
+    few = expected._noise
     return few and f"as a --baseline, {few}; fewer if the two models write almost the same texts"
 
 
@@ -275,6 +299,14 @@ def check_settings(baseline: _Record, settings: Mapping[str, object], *, source:
         raise ConfigError(f"{source}: measured with other settings: {stated}. Pass the same, or measure it again")
 
 
+def check_number(baseline: _Record, num_prompts: int, *, source: str) -> None:
+    """Refuse a baseline of another number of prompts, before anything is measured. Raises ConfigError."""
+    before = baseline.get("prompts", {})
+    number = before.get("num") if isinstance(before, dict) else None
+    if number not in (None, num_prompts):
+        raise ConfigError(f"{source}: measured on {number} prompts, not these {num_prompts}. {_OTHER_PROMPTS}")
+
+
 def _check_prompts(baseline: _Record, now: _Record, source: str) -> None:
     if baseline["hashes"]["prompts"] != now["hashes"]["prompts"]:
         files = [each.get("prompts", {}).get("sha256") for each in (baseline, now)]
@@ -282,7 +314,7 @@ def _check_prompts(baseline: _Record, now: _Record, source: str) -> None:
             raise ConfigError(f"{source}: the same prompts are other tokens to the two checkpoints: {OTHER_TOKENS}")
         raise ConfigError(
             f"{source}: measured on other prompts (their hashes differ): rates on different prompts are not "
-            "comparable. Pass the same --prompts, or measure the baseline again"
+            f"comparable. {_OTHER_PROMPTS}"
         )
 
 
@@ -344,6 +376,11 @@ def _paired(before: _Record, now: _Record, temperature: float, rule: str) -> lis
 def _fingerprints(record: _Record) -> tuple[object, object] | None:
     hashes = record["hashes"]
     return (hashes["head"], hashes["trunk"]) if {"head", "trunk"} <= hashes.keys() else None
+
+
+def _is_other_head(before: _Record, now: _Record) -> bool:
+    old, new = _fingerprints(before), _fingerprints(now)
+    return old is not None and new is not None and old[0] != new[0] and old[1] == new[1]
 
 
 def _drop(sums: Sequence[float], *, index: int, depths: int) -> float:

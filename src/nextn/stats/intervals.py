@@ -16,6 +16,9 @@ INTERVAL = (
 )
 
 
+FEW_TEXTS = 5  # below this number, the spread between texts may be small by chance
+
+
 def wilson_interval(num_accepted: float, num_drafted: float, z: float = 1.96) -> tuple[float, float]:
     """Return the Wilson score interval of num_accepted / num_drafted; the counts need not be integers."""
     if not num_drafted:
