@@ -266,9 +266,12 @@ def test_every_route_to_an_engine_is_named(inside, text, here, tmp_path, monkeyp
         found = audit(head) if inside else audit(trunk, head=head)
         here("serve", *((head,) if inside else (trunk, "--head", head)), "--print", "vllm")
     (fix,) = (each.fix for each in found.findings if each.rule == "engine-absent")
-    audited = re.search("`nextn (export .+?)`", fix)[1].replace(" OUT", f" {tmp_path / 'audited'}")
-    code, out, _ = here(*shlex.split(audited))
-    assert (code, f" {tmp_path / 'audited'}" in out) == (0, True)
+    commands = re.findall("`nextn (export .+?)`", fix)
+    assert ["--for transformers" in each for each in commands] == [True, False]
+    for index, command in enumerate(commands):
+        made = tmp_path / f"audited{index}"
+        code, out, err = here(*shlex.split(command.replace(" OUT", f" {made}")))
+        assert (code, str(made) in out) == (0, True), err
     for engine, name in outs.items():
         code, _, err = here("export", head, tmp_path / name, "--for", engine)
         assert (code, "train --layout" in err or "train with --layout" in err, "--adopt" in err) == (2, True, True), err

@@ -11,12 +11,13 @@ import re
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from quick import loop
 
 from nextn.engines import log_reader
-from nextn.engines.counter_formats import read
+from nextn.engines.counter_formats import _piped, read
 from nextn.engines.counters import ADAPTIVE, COPIED, FIRST_TOKENS, MAX_POSITIONS, RISING, ROUNDED, RUNS, SOME_POSITIONS
 from nextn.engines.embedded_json import documents
 from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
@@ -880,6 +881,29 @@ def test_a_pipe_is_read_whole_or_refused(tmp_path, monkeypatch):
         else:
             assert read(pipe) == read(entry * count)
         writer.join()
+
+
+def test_a_log_that_is_followed_is_read_until_it_is_interrupted():
+    """`docker logs -f NAME | nextn diagnose --engine -` ends by Ctrl-C, which loses nothing."""
+
+    def followed(*parts):
+        given = iter(parts)
+
+        def read1(_):
+            part = next(given, None)
+            if part is None:
+                raise KeyboardInterrupt
+            return part
+
+        return SimpleNamespace(encoding="utf-8-sig", buffer=SimpleNamespace(read1=read1))
+
+    line = f"{VLLM}\n".encode()
+    text, note = _piped(followed(line[:20], line[20:], line))
+    assert text == f"{VLLM}\n" * 2
+    assert "so far" in note[0]
+    assert _piped(followed(line, b"")) == (f"{VLLM}\n", ())
+    with pytest.raises(KeyboardInterrupt):
+        _piped(followed())
 
 
 def _write_all(pipe, text):

@@ -270,6 +270,8 @@ def test_the_documented_loop_with_a_new_head(kind, fixture_folder, tmp_path):
     assert not all(torch.equal(value, before[name]) for name, value in learned.items())
     assert nextn.audit(tmp_path / "out", require_head=True).clean
     assert nextn.save_head(scope["head"], tmp_path / "alone" / "head.safetensors") is None
+    with pytest.raises(ConfigError, match="no such folder; save the trunk there first"):
+        nextn.save_head(scope["head"], tmp_path / "none")
     alone = nextn.load(tmp_path / "out", head=tmp_path / "alone" / "head.safetensors")
     assert alone.trained_length == 38
     assert all(torch.equal(value, alone.head.state_dict()[name].float()) for name, value in learned.items())

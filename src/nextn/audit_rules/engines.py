@@ -273,7 +273,7 @@ def engine_support(inventory: Inventory, *, trunk: Inventory | None = None) -> I
 
 
 def _adoption(inventory: Inventory, trunk: Inventory | None) -> str:
-    """Return a sentence with the command that writes trunk and head in a layout that more engines run, if one does."""
+    """Return sentences with the commands that write what transformers and, where a layout fits, other engines run."""
     if inventory.family.name != GENERIC:
         return ""
     own, base, condition = shlex.quote(inventory.checkpoint.path), "", ""
@@ -285,11 +285,12 @@ def _adoption(inventory: Inventory, trunk: Inventory | None) -> str:
     else:
         base, condition = " --model TRUNK", ", if that layout can hold the trunk"
         routes = ("vllm", "sglang", "llama.cpp") if inventory.checkpoint.config.get("model_type") in MODEL_TYPES else ()
+    first = f" For transformers, `nextn export {own} OUT{base} --for transformers` writes a folder and prints the code."
     if not routes:
-        return ""
+        return first
     command = f"nextn export {own} OUT{base} --for {routes[0]} --adopt"
     names = engines(each.replace(".", "") for each in routes)
-    return f" `{command}` writes trunk and head in GLM-4.5's layout for {names}{condition}."
+    return f"{first} `{command}` writes trunk and head in GLM-4.5's layout for {names}{condition}."
 
 
 def _differing(inventory: Inventory, role: str, name: str, trunk: str) -> Finding:

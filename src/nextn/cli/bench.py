@@ -376,7 +376,8 @@ def serving(source: str, head: str | None, forecasts: "Sequence[Forecast]") -> l
 
         command += f" --head {shlex.quote(head)}"
         try:
-            other = f"`{export_command(head, source, 'vllm', lengths[0])}`: for vLLM (or sglang, llama.cpp)"
+            made = export_command(head, source, "vllm", lengths[0])
+            other = f"`{made}`: for vLLM (or --for sglang; with OUT.gguf, --for llama.cpp)"
         except NextnError as error:
             other = str(error)
     return [

@@ -99,7 +99,7 @@ def _finding(counters: Counters, k: int | None) -> str:
 
 def _next_steps(engine: str, k: int | None) -> list[str]:
     address = "HOST:PORT" if engine == "-" or Path(engine).exists() else engine
-    given = f"--engine {shlex.quote(engine)} -k {k or 'K'}"
+    given = f"--engine {'FILE' if engine == '-' else shlex.quote(engine)} -k {k or 'K'}"
     return [
         "nextn audit MODEL: the folder that is served; it takes seconds",
         "the engine's log from its start: does it warn of weights that it skipped or did not find?",

@@ -218,7 +218,8 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
     print_table(table)
     show_report(diagnosis)
     if diagnosis.indistinguishable:
-        print_lines(f"these counts do not distinguish it from: {', '.join(diagnosis.indistinguishable)}")
+        them = "it" if len(diagnosis.named) == 1 else "them"
+        print_lines(f"these counts do not distinguish {them} from: {', '.join(diagnosis.indistinguishable)}")
     for number, check in enumerate(diagnosis.next_checks, 1):
         print_lines(f"{'check next, cheapest first' if number == 1 else ''}  {number}. {check}")
     print_lines(*(f"note: {shown(note)}" for note in diagnosis.notes))

@@ -40,6 +40,7 @@ _MAX_BROKEN = 1000  # lines that begin as JSON and are none, after which the oth
 _BREAKS = ((r"\r?\n", ""), (r"\r?\n[ \t>|]*", ""), (r"\r?\n[ \t>|]*", " "))  # what takes the place of a line's end
 _CELLS = r"(?m)^[ \t]{0,9}\|[ \t]*([^|\n]{1,60}?)[ \t]*\|[ \t]*([^|\n]{1,60}?)[ \t]*\|[ \t]*$"  # a name and a value
 _MAX_PEEK = 512  # bytes by which the encoding is recognized
+_MAX_PIPED = 64 * 1024  # bytes of a pipe that are read at once
 # First bytes of a packed file -> what unpacks it.
 _PACKED = {
     b"\x1f\x8b": "gunzip",
@@ -51,6 +52,7 @@ _PACKED = {
 _MAX_START = 1024 * 1024  # characters by which the kind of a file is recognized, and its settings are read
 _ONLY_START = f"lines of this form are read in the first {_MAX_START // 2**20} MiB alone, the rest is left out"
 _ONLY_FIRST = f"of many objects in the text, the first are read (at most {MAX_DOCUMENTS:,}), the rest is left out"
+_STOPPED = "interrupted: these are the counts of what was read so far"
 _XML = re.compile(r"\s{0,99}<(?:\?xml\b|(?!html|table|!)[a-zA-Z][\w:.-]{0,80}[^<>]{0,999}>\s{0,99}<[a-zA-Z])")
 _LOG_PREFIX = re.compile(r'\[(?:[A-Z][^\[\]{}"\n]{1,80}\]|[^\[\]{}"\n]{1,80}\][ \t]*[^\s,\]])')
 _CURVE = re.compile(r"(?m)^ +1: [1-2](\.[0-9]+)?$|^ +thinking_(on|off):$")  # InferenceX's golden_al_distribution
@@ -71,14 +73,32 @@ def read(source: str | Path, *, model: str | None = None) -> Counters:
             with io.TextIOWrapper(file, encoding=_encoding(start, source), errors="replace") as text:
                 if source.is_file():
                     return _read(text, source.stat().st_size, str(source), model)
-                copy = text.read(_MAX_PARSED + 1)
+                copy, note = _piped(text)
         if len(copy) > _MAX_PARSED:
             raise EngineError(
                 f"{source}: of a pipe at most {_MAX_PARSED // 2**20} MiB are read; write it to a file, and give that"
             )
-        return _read(io.StringIO(copy), len(copy), str(source), model)
+        found = _read(io.StringIO(copy), len(copy), str(source), model)
+        return replace(found, notes=(*found.notes, *note))
     except OSError as error:
         raise EngineError(f"{source}: cannot be read: {error.strerror or error}") from error
+
+
+def _piped(text: io.TextIOWrapper) -> tuple[str, tuple[str, ...]]:
+    """Return what comes through a pipe, at most a little more than is parsed, until its end or Ctrl-C; and a note."""
+    parts: list[str] = []
+    note: tuple[str, ...] = ()
+    size = 0
+    decode = codecs.getincrementaldecoder(text.encoding)(errors="replace").decode
+    try:
+        while size <= _MAX_PARSED and (part := text.buffer.read1(_MAX_PIPED)):  # type: ignore[attr-defined]
+            parts.append(decode(part))
+            size += len(parts[-1])
+    except KeyboardInterrupt:  # as a log that is followed ends; what was read counts
+        if not parts:
+            raise
+        note = (_STOPPED,)
+    return "".join(parts), note
 
 
 def _encoding(start: bytes, source: Path) -> str:

@@ -180,7 +180,7 @@ class Diagnosis(CheckReport):
         faultless = self.cause(NO_FAULT)
         listed = {NO_FAULT, *self.named, *self.indistinguishable}
         fit = [cause for cause in self.causes if cause.name not in listed and cause.p_value >= MIN_FIT]
-        near = [cause for cause in fit if not cause.is_separated(faultless)]
+        near = [cause for cause in fit if not any(map(cause.is_separated, (faultless, self.causes[0])))]
         return tuple(cause.name for cause in near if NO_FAULT in self._like(cause.name))
 
     @property

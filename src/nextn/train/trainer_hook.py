@@ -197,6 +197,11 @@ def save_head(
     if Path(folder).suffix == ".safetensors":
         saved.write(Path(folder))
         return None
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"{folder}: no such folder; save the trunk there first (`model.save_pretrained`), or give a file name "
+            "that ends in .safetensors to save the head alone"
+        )
     with saved.open_base(Path(folder)) as base:
         family = GENERIC if head.family.name == GENERIC else None
         plan = restore(folder, base, force=True, follow_links=True, family=family)
