@@ -346,7 +346,7 @@ def test_the_table_has_the_group_that_is_not_distinguished_and_marks_priors(monk
         ("inputs-swapped", "wrong-hidden"), "prior x0.05, not distinguished"
     )
     assert list(marks)[-3:] == ["inputs-swapped", "wrong-hidden", "no-fault"]
-    assert "\nthese counts do not distinguish it from: inputs-swapped, wrong-hidden\n" in capsys.readouterr().out
+    assert "\nthese counts do not distinguish them from: inputs-swapped, wrong-hidden\n" in capsys.readouterr().out
 
 
 def test_a_case_with_fewer_depths_than_k(monkeypatch):

@@ -781,3 +781,8 @@ def test_counts_come_through_a_pipe():
     assert done.returncode == 1, done.stderr
     assert "3 of 900 draft tokens accepted" in done.stdout
     assert "--engine HOST:PORT --drive" in " ".join(done.stdout.split())
+
+
+def test_a_pipe_is_not_asked(here):
+    code, _, err = here("diagnose", "tiny", "--engine", "-", "--drive")
+    assert (code, "standard input cannot be asked" in err) == (2, True)

@@ -9,7 +9,7 @@ import pytest
 from quick import loop
 
 from nextn.engines.counter_formats import read
-from nextn.engines.counters import RISING, RISING_AGAIN, RUNS
+from nextn.engines.counters import COPIED, RISING, RISING_AGAIN, RUNS
 from nextn.engines.json_formats import WARM_UP
 from nextn.engines.named_counts import NAMED_FORMAT, role_of
 from nextn.engines.run_settings import overrides_in
@@ -241,6 +241,10 @@ def counts_of(text):
         ({"mean_acceptance_length": 1.25}, (12, None, 3)),
         ({"k": 1}, (12, 12, 3)),
         ({"k": 3}, None),
+        ({"acceptance_rate": 0.083, "k": 3}, (12, None, 3)),  # 3 of 36
+        ({"acceptance": 0.25}, (None, 12, 3)),
+        ({"tokens_per_step": 1.25}, (12, None, 3)),
+        ({"accepted": 0}, (None, 12, 0)),
         ({"draft_tokens": 36}, (12, 36, 3)),
     ],
 )
@@ -268,6 +272,8 @@ def test_drafts_that_are_rounds_by_the_accepted_ones():
         ("mtp\ntotal_iterations: 100\ntotal_draft: 300\ntotal_accepted: 200", 100),
         ("MTP num_steps=100 drafted=300 accepted=200", None),  # K
         ("MTP spec steps: 100 drafted=300 accepted=200", None),
+        ("[bench] iterations: 5\nMTP K=3 drafted=300 accepted=200", None),  # repeats
+        ("MTP steps=3 drafted=300 accepted=200", None),
         ('{"steps": 3, "draft_tokens": 300, "accepted_tokens": 200}', None),
     ],
 )
@@ -284,6 +290,7 @@ def test_rounds_under_bare_names(text, rounds):
         "speculative n-gram: acceptance 66.7% (200/300)",
         "suffix decoding: drafts 40/50, tokens 90/150",
         "ngram draft acceptance position 1: 40/50\nposition 2: 30/40",
+        "mtp+ngram: drafted=300 accepted=200",  # of both
         "n_draft = 5\nn_predict = 200\nn_drafted = 300\nt_draft_flat = 1.00 ms\nn_accept = 200\n",
     ],
 )
@@ -292,8 +299,45 @@ def test_drafts_that_no_head_made(text):
         read(text)
 
 
+@loop(
+    "text",
+    [
+        "request for model my-ngram-test: drafted=50 accepted=31",
+        "engine stats: pld=0 mtp=1 drafted=50 accepted=31",
+        "prompt_lookup_num_tokens=0 drafted=50 accepted=31",
+        "spec: drafted=50 accepted=31 ngram_hits=2",
+        "no n-gram cache; drafted=50 accepted=31",
+        "model=PLD-7B drafted=50 accepted=31",
+        "req=suffix-decode-3 drafted=50 accepted=31",
+        "mtp rounds=20,accepted=31,drafted=50",
+    ],
+)
+def test_words_that_label_no_counts(text):
+    """A name of a model or a setting beside counts says nothing of what drafted."""
+    assert counts_of(text)[1:] == (50, 31)
+
+
+def test_lines_of_a_log_are_no_series():
+    """Requests are added; of a series, the last reading would be taken."""
+    lines = "mtp rounds=20,accepted=31,drafted=50\nmtp rounds=25,accepted=35,drafted=70\n"
+    assert counts_of(lines)[1:] == (120, 66)
+
+
+def test_a_long_line_is_read_in_time_that_grows_with_it():
+    """Each of its entries looks a bounded way for a label."""
+    entry = "draft acceptance 62% (31/50) "
+    times = []
+    for count in (1000, 4000):
+        started = time.process_time()
+        read(entry * count)
+        times.append(time.process_time() - started)
+    assert times[1] < 10 * times[0] + 1
+
+
 def test_a_copier_beside_the_head():
     head = "MTP: 31 accepted / 50 drafted"
+    assert COPIED in read(f"{head}\nngram: 3 accepted / 4 drafted").notes
+    assert COPIED not in read(head).notes
     for text in (f"{head}\nngram: 3 accepted / 4 drafted", f"n-gram: off, {head}", f"{head} (prompt suffix 20)"):
         assert counts_of(text) == (None, 50, 31)
 

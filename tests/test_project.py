@@ -211,8 +211,8 @@ def test_an_interrupted_example_keeps_what_it_has(tmp_path):
         ["make", "-s", "-C", ROOT / "examples" / "smollm2", "-o", out / "chat-heldout.jsonl", f"OUT={out}",
          f"NEXTN={program}", answers], start_new_session=True, stderr=subprocess.PIPE,
     ) as run:  # fmt: skip
-        while not answers.exists() and run.poll() is None:
+        while not (answers.exists() and answers.read_text()) and run.poll() is None:
             time.sleep(0.01)
-        os.killpg(run.pid, signal.SIGINT)
+        os.killpg(run.pid, signal.SIGTERM)  # SIGINT is ignored where a shell started the tests in the background
         assert run.wait(20), run.stderr.read()
     assert answers.read_text() == "part\n"

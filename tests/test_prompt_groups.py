@@ -1,10 +1,13 @@
 """Prompts of several lengths are prefilled without much padding, and every sequence gets what it gets alone."""
 
+import gc
+
 import pytest
 from quick import families, most_of
 from replays import fast_of
 from tiny import BUILDS, MOST, build, decode, prompt
 
+from nextn.decoding.batch import DecodingBatch
 from nextn.decoding.prompt_groups import prompt_groups
 from nextn.decoding.rounds import rounds
 from nextn.model.trunk import Trunk
@@ -94,3 +97,13 @@ def test_little_is_padded(native, monkeypatch):
     prompts = [prompt(length, seed=length) for length in LENGTHS]
     next(rounds(model.trunk, None, prompts, Settings(num_speculative_tokens=0)))
     assert sum(LENGTHS) <= sum(sizes) <= 1.15 * sum(LENGTHS) < 0.6 * len(LENGTHS) * max(LENGTHS)
+
+
+def test_caches_of_groups_that_joined_are_given_back():
+    """Else the decode would hold every prompt's cache twice."""
+    model = build("glm4_moe")
+    log = rounds(model.trunk, model.head, [prompt(5), prompt(110), prompt(60)], Settings(max_tokens=4))
+    next(log)
+    gc.collect()
+    batches = [each for each in gc.get_objects() if type(each) is DecodingBatch]
+    assert len([each for each in batches if getattr(each.trunk, "module", None) is model.trunk]) == 1

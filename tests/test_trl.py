@@ -270,6 +270,12 @@ def test_the_documented_loop_with_a_new_head(kind, fixture_folder, tmp_path):
     assert not all(torch.equal(value, before[name]) for name, value in learned.items())
     assert nextn.audit(tmp_path / "out", require_head=True).clean
     assert nextn.save_head(scope["head"], tmp_path / "alone" / "head.safetensors") is None
+    nextn.save_head(scope["head"], tmp_path / "alone" / "head.safetensors")  # over its own
+    config = (tmp_path / "out" / "config.json").read_text()
+    for name in ("head.safetensors", "model.safetensors"):
+        with pytest.raises(ConfigError, match="its folder has another model"):
+            nextn.save_head(scope["head"], tmp_path / "out" / name)
+    assert (tmp_path / "out" / "config.json").read_text() == config
     with pytest.raises(ConfigError, match="no such folder; save the trunk there first"):
         nextn.save_head(scope["head"], tmp_path / "none")
     alone = nextn.load(tmp_path / "out", head=tmp_path / "alone" / "head.safetensors")

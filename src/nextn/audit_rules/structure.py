@@ -125,10 +125,11 @@ def _undeclared(head: HeadStructure) -> Iterator[Finding]:
     """Report stored MTP layers that the config does not declare."""
     inventory = head.inventory
     extra = [module for module in head.heads if module >= inventory.declared]
-    field, count = inventory.family.count_fields[0], len(head.heads)
+    count = len(head.heads)
     # No more of them than declared: their numbers have a gap, and what is missing is reported.
     if not extra or count <= inventory.declared or head.layer_offset or head.counted_as_trunk:
         return
+    field = inventory.family.count_fields[0]
     yield Finding(
         "head-undeclared", "warning", count_field(inventory),
         f"MTP layers stored: {count}, declared: {inventory.declared}; engines ignore the rest, or refuse to load them.",

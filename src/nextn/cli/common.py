@@ -75,7 +75,7 @@ def _can_hold_files(folder: Path) -> bool:
     return existing.is_dir() and os.access(existing, os.W_OK)
 
 
-SOURCES = "hub id (ORG/NAME or ORG/NAME@REVISION), tiny: the one in the package, or smollm2: that of `nextn demo`."
+SOURCES = "hub id (ORG/NAME or ORG/NAME@REVISION), tiny (in the package) or smollm2 (which `nextn demo` downloads)."
 CheckpointName = Annotated[str, Argument(help=f"Checkpoint folder, {SOURCES}", callback=shipped_path)]
 Prompts = Annotated[
     Path | None,

@@ -107,6 +107,8 @@ def diagnose(
     texts, asked = read_prompts(prompts), replace(asked, engine=engine)
     texts = first_turns(texts) if drive else texts
     target: Endpoint | Counters  # before anything that imports torch
+    if drive and engine.partition("#")[0] == "-":
+        raise ConfigError("--engine -: standard input cannot be asked; with --drive, give a running engine's address")
     if drive:
         target = asked.open(chat=own_template)
     else:

@@ -113,10 +113,10 @@ def _prefill(batches: list[DecodingBatch]) -> tuple[DecodingBatch, Round]:
     for batch in batches:
         batch.prefill_prompts()
     while len(batches) > 1:  # in pairs: each sequence is copied a few times, however many there are
-        for batch, other in zip(batches[::2], batches[1::2], strict=False):
-            batch.join(other)
-        batches = batches[::2]
-    return batches[0], batches[0].first_round(started)
+        for place in range(len(batches) // 2):
+            batches[place].join(batches.pop(place + 1))
+    batch = batches.pop()  # the caller's list keeps no caches
+    return batch, batch.first_round(started)
 
 
 def _in_order(result: Round) -> Round:

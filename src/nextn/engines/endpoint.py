@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from nextn.bounded_json import MAX_COUNT, JsonObject
 from nextn.engines.answers import EngineAnswer, EngineRequest, parse_answer, parse_stream, token_ids
 from nextn.engines.client import Budget, Client
-from nextn.errors import ConfigError, EngineError
+from nextn.errors import BudgetError, ConfigError, EngineError
 from nextn.text_format import some
 
 _REFUSED = frozenset({400, 404, 405, 422, 501})  # how engines answer what they do not support
@@ -100,6 +100,8 @@ class Endpoint:
         """Whether it is a server of nextn that measures costs of its own while it is idle."""
         try:
             return self.client.json("/health").get("is_measuring") is True
+        except BudgetError:
+            raise
         except EngineError:  # without such a document
             return False
 

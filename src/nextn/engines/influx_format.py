@@ -6,11 +6,19 @@ _NAME = r"(?:[^\s,=\\]|\\.){1,200}"
 _VALUE = r"(?:-?[0-9][0-9.eE+-]{0,40}[iu]?|\"[^\"\n]{0,1000}\"|[tTfF]\w{0,4})"
 _LINE = re.compile(
     rf"(?P<measurement>{_NAME})(?P<tags>(?:,{_NAME}={_NAME}){{0,64}}) "
-    rf"(?P<fields>{_NAME}={_VALUE}(?:,{_NAME}={_VALUE}){{0,512}})(?: [0-9]{{1,20}})?"
+    rf"(?P<fields>{_NAME}={_VALUE}(?:,{_NAME}={_VALUE}){{0,512}})(?P<time> [0-9]{{1,20}})?"
 )
 _FIELD = re.compile(rf"({_NAME})=(-?[0-9][0-9.eE+-]{{0,40}})[iu]?(?=,|\Z)")
 _SERIES = re.compile(r"[A-Za-z_][\w:]*")
 _VALUES = ("value", "counter", "gauge", "count")  # names of fields in which the measurement is the series
+
+
+def is_influx(line: str) -> bool:
+    """Whether a line is of Influx's protocol by more than its form, which words of a log may have."""
+    match = _LINE.fullmatch(line.strip())
+    return match is not None and bool(
+        match["tags"] or match["time"] or "spec_decode" in line or re.search(r"[0-9][iu](?:,|\Z)", match["fields"])
+    )
 
 
 def influx_as_metrics(text: str) -> str:

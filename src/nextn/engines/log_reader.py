@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import TextIO
 
 from nextn.engines.counters import (
+    COPIED,
     COUNTS,
     MAX_POSITIONS,
     RISING,
@@ -115,8 +116,9 @@ class _Reader:
 
     def leaves_out(self, text: str, start: int, end: int) -> bool:
         """Whether the line of an entry says that its drafts were copied from the text."""
-        stop = _line_end(text, end, len(text))
-        if copier := copier_of(text[_line_start(text, start) : stop]):
+        first = max(text.rfind("\n", max(0, start - _MAX_PREFIX), start) + 1, start - _MAX_PREFIX, 0)
+        stop = _line_end(text, end, min(len(text), end + _MAX_PREFIX))
+        if copier := copier_of(text[first:stop]):
             self.copier, self.end = copier, stop
         return copier != ""
 
@@ -133,6 +135,8 @@ class _Reader:
             return None
         found, parts = fill_in_derived(found), {name: sums.counters() for name, sums in self.processes.items()}
         notes = added_note({name: part for name, part in parts.items() if part is not None})
+        if self.copier:
+            notes += (COPIED,)
         if (num_runs := max(self.runs.values(), default=0)) > 1:
             notes += (f"{num_runs} {RUNS}",)
         if found.engine == UNKNOWN and self.num_rising > 1 and self.num_falling <= self.num_rising // _MIN_RISING:

@@ -55,8 +55,8 @@ def _omlx(fields: Fields) -> Counters:
     """A request: accepted and draft tokens, and its rounds; dK: accepted and tested drafts of depth K."""
     accepted, drafted = (integer(part) for part in fields["accepted/drafted"][0].split("/"))
     size, depths = int_field(fields, "block_size"), fields.get("depth", [])[:MAX_POSITIONS]
-    rounds = int_field(fields, "rounds") or int_field(fields, "cycles")
-    rounds = rounds or (int(depths[0].split("/")[1]) if depths else None)
+    tested = int(depths[0].split("/")[1]) if depths else None  # a cycle may test no draft
+    rounds = int_field(fields, "rounds") or tested or int_field(fields, "cycles")
     k = size - 1 if size and size - 1 <= MAX_POSITIONS else None
     return Counters("oMLX", rounds, drafted, accepted, tuple(int(depth.split("/")[0]) for depth in depths), k=k)
 

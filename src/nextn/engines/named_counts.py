@@ -45,7 +45,7 @@ _ROLES: tuple[tuple[str, frozenset[str], frozenset[str], frozenset[str]], ...] =
     ("rounds", frozenset(), _words("draft"), _words("rounds iterations cycles")),  # steps may be of each draft
 )
 _BARE_ROUNDS = _words("rounds iterations steps cycles")  # of a decoding, where draft and accepted tokens stand beside
-MAX_BARE = 32  # draft tokens of each, at most: they are of something else, or K, where there are more
+MAX_BARE = 8  # draft tokens of each, at most: they are of something else, or K, where there are more
 _POSITION = _words("pos position positions")
 _OF_POSITIONS = _POSITION | _words("accepted accept acceptance draft tokens rate rates per by")
 # What distinguishes runs that are not to be added.
@@ -54,8 +54,9 @@ _SETTING = re.compile(
     r"config|label|name|checkpoint|run|engine|backend|head|drafter|algorithm|(?:(?:num|n|max)_)?spec\w*_(?:tokens|steps)|"
     r"num_draft|n_max|draft_(?:max|len|length)|max_draft_(?:len|length|tokens)|block_size"
 )
-_LENGTH = re.compile(r"(?:\w+_)?accept(?:ance|ed)?_len(?:gth)?")
+_LENGTH = re.compile(r"(?:\w+_)?accept(?:ance|ed)?_len(?:gth)?|tokens_per_(?:step|round)")
 _RATE = re.compile(r"(?:mtp_|spec_|draft_|spec_decode_)?accept(?:ance)?_rate")
+_ANY_RATE = re.compile(rf"(?:{_RATE.pattern})(?:_pct|_percent)?|acceptance|hit_rate")  # where the unit is not known
 _K = re.compile(r"k|(?:mtp_|draft_|spec_)?depth|gamma|(?:num_)?spec(?:ulative)?_tokens")
 _TOLERANCE = 0.1  # of a length, which may be a mean of requests
 _RATE_TOLERANCE = 0.03
@@ -70,12 +71,13 @@ _COPIER = re.compile(
     r"(?i)(?<![a-z])(?:method|mode|type|drafter|algorithm|spec\w*)['\"]?\s?[=:]\s?['\"]?"
     r"(?:[a-z]{1,20}[ _-]){0,2}(?:lookup|n-?gram|suffix|pld|copy|copied)(?![a-z])"
 )
-# What drafted, by the first word of a line that says so: a copier, else the head.
-_DRAFTER = re.compile(
-    r"(?i)(?<![a-z])(?:(?P<copier>(?:(?:mtp|spec\w{0,12})[ _-])?(?:prompt[ _-]?lookup|n-?gram|pld|"
-    r"(?:lookup|suffix)(?=['\"]?(?:[:=]|[ _-]?(?:decod|draft|accept|spec)))))|mtp|nextn)(?![a-z])"
-    r"(?! ?[:=]? ?(?:off|false|none|disabled)\b)"
+# What drafted, as the label of counts: `[pld] drafted=50`, `n-gram draft acceptance position 1: 40/50`, `mtp+ngram: `.
+_LABEL = re.compile(
+    r"(?i)(?<![\w-])(?:(?:mtp|spec\w{0,12})[ _-])?(?:prompt[ _-]?lookup|n-?gram|pld|lookup|suffix)"
+    r"(?:[ _-](?:draft\w{0,4}|decod\w{1,4}|accept\w{0,6}|spec\w{0,12}|tokens|stat\w{0,7}|position [0-9]{1,3})){0,4}"
+    r"(?:['\")\]]{0,2}:|\])(?! ?(?:off|false|none|disabled)\b)"
 )
+_HEAD = re.compile(r"(?i)(?<![a-z])(?:mtp|nextn)(?![a-z])")
 _TAG = re.compile(r"(?i)\[(?:spec(?:ulative)?(?:[ _-]?decod\w{1,5})?|mtp|nextn|draft)\]")  # before counts
 _WORD = re.compile(r"[a-z]+|[0-9]+")
 
@@ -163,9 +165,9 @@ def refuse_copied(text: str) -> None:
 
 
 def copier_of(line: str) -> str:
-    """Return the words of a line by which its counts are of copied drafts; "" for none."""
-    match = _DRAFTER.search(line)
-    return (match["copier"] or "") if match else ""
+    """Return the label by which counts behind it in a line are of copied drafts; "" for none, or for the head's."""
+    match = _LABEL.search(line)
+    return match[0] if match and not _HEAD.search(line, match.end()) else ""
 
 
 def copied_error(copier: str) -> EngineError:
@@ -262,8 +264,9 @@ def _unit_of(record: JsonObject, name: str, count: int, other: str, accepted: in
     is_sure = {*words_of(name)} - _FILLERS != {"drafts"} or accepted > count or "tokens" in words_of(other)
     if is_sure or _stated(record, _LENGTH):
         return None, count
-    rates = _stated(record, _RATE)
-    if rates and _fits_rate(record, count, accepted, None):
+    if _stated(record, _ANY_RATE):
+        return (count, None) if _fits_rate(record, count, accepted, None, names=_ANY_RATE) else (None, count)
+    if not accepted:
         return count, None
     if 1 in _stated(record, _K):
         return count, count
@@ -295,11 +298,13 @@ def _has_bonus(record: JsonObject, accepted: int, rounds: int) -> bool:
     return any(length >= 1 and _is_near(length, accepted / (rounds or 1)) for length in _stated(record, _LENGTH))
 
 
-def _fits_rate(record: JsonObject, drafted: int, accepted: int, rounds: int | None) -> bool:
+def _fits_rate(
+    record: JsonObject, drafted: int, accepted: int, rounds: int | None, *, names: re.Pattern[str] = _RATE
+) -> bool:
     """Whether a stated acceptance rate is that of the counts: of drafts, or with the bonus tokens on both sides."""
     rates = (accepted / drafted, (accepted + (rounds or 0)) / (drafted + (rounds or 0)))
     near = _RATE_TOLERANCE + 1 / drafted
-    stated = _stated(record, _RATE)
+    stated = _stated(record, names)
     return all(any(min(abs(rate - own), abs(rate / 100 - own)) <= near for own in rates) for rate in stated)
 
 

@@ -43,9 +43,10 @@ def read_engine_counters(engine: str, budget: Budget) -> Counters:
     `-` is standard input, `#MODEL` at its end chooses one of several served models. Raises ConfigError if `engine` is
     neither a file nor an address, EngineError if it does not answer or reports no draft counts.
     """
+    name, _, of_model = engine.partition("#")
+    if name == "-":
+        return read(Path("/dev/stdin"), model=of_model or None)
     for file, model in _files(engine):
-        if str(file) == "-":
-            return read(Path("/dev/stdin"), model=model)
         if file.exists():
             return read(file, model=model)
     engine, model = split_address(engine)

@@ -13,12 +13,14 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
+from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.provenance import GENERIC, record_training
 from nextn.checkpoint.safetensors_file import write_tensors
 from nextn.edit.plan import EditPlan
@@ -28,6 +30,7 @@ from nextn.errors import ConfigError, require_type
 from nextn.model.head import Head
 from nextn.model.model import live_trunk, load_head
 from nextn.model.trunk import Trunk
+from nextn.text_format import some
 from nextn.train.cotrain import CotrainLoss, DetachedTrunk, HeadSettings, RunningFigures, model_inputs, targets_of
 from nextn.train.head_files import write_head
 from nextn.train.init_head import init_head
@@ -195,6 +198,7 @@ def save_head(
     head.trained_length = trained_length or head.trained_length
     saved = CotrainedHead(head, made_by=source)
     if Path(folder).suffix == ".safetensors":
+        _check_place(Path(folder))
         saved.write(Path(folder))
         return None
     if not Path(folder).is_dir():
@@ -208,6 +212,24 @@ def save_head(
     remove_unlisted_heads(Path(folder))
     saved.seal(Path(folder))
     return plan
+
+
+def _check_place(file: Path) -> None:
+    """Refuse to write a head alone over other weights, or its config.json over another model's."""
+    others = [each.name for each in file.parent.glob("*.safetensors*") if each != file]
+    if file.exists():
+        try:
+            with safe_open(file, "pt") as opened:
+                is_head = "family" in (opened.metadata() or {})
+        except SafetensorError:
+            is_head = False
+    else:
+        is_head = not file.with_name(CONFIG).exists()
+    if others or not is_head:
+        raise ConfigError(
+            f"{file}: its folder has another model ({some(others or [CONFIG])}), whose files would be replaced; give a "
+            "folder of its own for the head, such as head/head.safetensors"
+        )
 
 
 def _save_adapters(
