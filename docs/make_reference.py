@@ -176,7 +176,6 @@ log of JSON objects, one per line, is read as the lines in it. JSON is also read
 and as Python prints it. Figures of several entries are added, unless they are of
 runs with different K; of those that count since the start, the last is taken, of each run. A file with several formats
 is read by the first of this page that it has; one that has a length alone is read where no other is there.
-Lines of Influx's protocol are read as metrics.
 Metrics are also read with `_` for the colon, as OpenTelemetry and Ray export them, from AIPerf's
 server_metrics_export.json (what was counted during the run), from what vLLM's LLM.get_metrics() prints, and from a
 table of Grafana or a query with a column for each series or a row for each value, of which the last is taken. The

@@ -229,6 +229,8 @@ TEXTS = {
                                 ("oMLX", 148, 148, 0, (0,))),
     "oMLX, several drafts a cycle": ("MTP[0] finish=length tokens=10 cycles=2 tok/cycle=5.00 accept=6/8 (75.0%)\n",
                                      ("oMLX", 2, 8, 6, ())),
+    "oMLX, cycles without a draft": ("MTP[0] cycles=60 accept=100/148 (67.6%) depth[d1=45/50 d2=35/49 d3=20/49]\n",
+                                     ("oMLX", 50, 148, 100, (45, 35, 20))),
     "mlxcel's diagnostics": ("INFO MTP round-loop diagnostics block_size=6 adaptive=true rounds=44 proposed_tokens=130\n"
                              "  acceptance_rate=0.5846153846153846\n  emitted_per_verify=2.70454545\n",
                              ("mlxcel", 44, 130, 76, ())),

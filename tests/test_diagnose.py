@@ -410,8 +410,16 @@ def test_causes_that_the_counts_tell_apart_are_not_listed_as_like():
     found = Diagnosis("x", None, (case((100, 10), expects(NO_FAULT, 0.7, 0.5), BAD, expects("head-unset", 0.1, 0.1)),))
     for name in found.indistinguishable:
         assert not found.cause(name).is_separated(found.causes[0])
-    near = expects("pairs-off-by-one", 0.68, 0.5)  # as unlikely as no fault is, and so as excluded
-    found = Diagnosis("x", None, (case((100, 10), expects(NO_FAULT, 0.7, 0.5), near, expects("head-unset", 0.1, 0.1)),))
+    for name in found.undetectable:
+        assert not found.cause(name).is_separated(found.cause(NO_FAULT))
+
+
+def test_a_cause_that_is_as_excluded_as_no_fault_is_not_listed_as_possible():
+    """Of two texts: it is near `no-fault`, and both are far less likely than the cause that is named."""
+    few = {name: expects(name, rate, 0.5, texts=2) for name, rate in ((NO_FAULT, 0.5), ("pairs-off-by-one", 0.47))}
+    found = Diagnosis("x", None, (case((20, 1), *few.values(), expects("head-unset", 0.02, 0.1)),))
+    assert found.named == ("head-unset",)
+    assert found.cause("pairs-off-by-one").p_value >= MIN_FIT
     assert found.undetectable == ()
 
 
@@ -784,5 +792,6 @@ def test_counts_come_through_a_pipe():
 
 
 def test_a_pipe_is_not_asked(here):
-    code, _, err = here("diagnose", "tiny", "--engine", "-", "--drive")
-    assert (code, "standard input cannot be asked" in err) == (2, True)
+    for asked in (("diagnose", "tiny", "--engine", "-", "--drive"), ("measure", "tiny", "--engine", "-#model")):
+        code, _, err = here(*asked)
+        assert (code, "standard input cannot be asked" in err) == (2, True)

@@ -243,7 +243,8 @@ def reported(tmp_path, monkeypatch, here):
 def test_a_published_model(tmp_path, here, monkeypatch):
     """Its answers with accepted drafts marked, figures of each, and one line where it is not there."""
     prompts = ("Why is the sky blue?", "Name a bird.", "never asked")
-    answers = example(tmp_path / "smollm2", prompts, texts=1)
+    monkeypatch.setenv("NEXTN_REAL_MODELS", str(tmp_path))
+    answers = example(tmp_path / "SmolLM2-135M-Instruct", prompts, texts=1)
     asked = []
 
     def decode(folder, *, num_speculative_tokens, note, **options):
@@ -261,6 +262,9 @@ def test_a_published_model(tmp_path, here, monkeypatch):
     assert out.count("plain 10 tokens/s") >= len(answers.decoded.prompts)
     assert "output identical" in out
     assert asked == [3]
+    assert "To try it: nextn chat smollm2 --head smollm2-head" in out
+    answers = replace(answers, checkpoint=tmp_path / "elsewhere")
+    assert f"nextnchat{tmp_path}/elsewhere--head" in unwrapped(here("demo", "--minutes", "0", "--folder", tmp_path)[1])
 
 
 def test_without_the_published_model(reported, here, tmp_path):

@@ -13,7 +13,7 @@ from nextn.cli.bench import show_by_load
 from nextn.engines.client import Budget
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
-from nextn.errors import ConfigError, EngineError
+from nextn.errors import BudgetError, ConfigError, EngineError
 from nextn.evaluate import load_advice
 from nextn.evaluate.load_advice import LoadAdvice, LoadPoint
 from nextn.stats.speedup import Spread
@@ -223,10 +223,24 @@ def test_servers_that_measure_their_own_costs_are_waited_for(monkeypatch):
     plain.stop()
 
 
+def test_a_budget_that_is_used_up_is_no_answer():
+    """Unlike an engine without such a document."""
+
+    def fails(error):
+        def json(path):
+            raise error
+
+        return Endpoint(SimpleNamespace(json=json, url="x"), None, None)
+
+    assert not fails(EngineError("HTTP 404")).is_measuring()
+    with pytest.raises(BudgetError):
+        fails(BudgetError("used up")).is_measuring()
+
+
 def test_a_gain_above_al_is_doubted():
     """A round with drafts takes at least as long as one without: the server without MTP was slowed down."""
     (note,) = advice(point(1, 1.75), point(16, 3.1, low=2.9)).notes
-    assert "at 16 streams MTP gained more than its AL" in note
+    assert "at 16 streams MTP was faster than its AL allows" in note
     assert not advice(point(1, 2.8, low=2.7)).notes
 
 

@@ -316,6 +316,13 @@ def test_the_exit_code_says_what_a_comparison_found(tmp_path, monkeypatch):
         monkeypatch.setattr(AcceptanceChange, "outcome", outcome)
         codes[outcome] = run(tmp_path, *greedy, "--baseline", str(record)).exit_code
     assert codes == {"kept": 0, "fell": 1, "inconclusive": 3}
+    document = json.loads(record.read_text())
+    document["prompts"]["num"] += 1
+    record.write_text(json.dumps(document))
+    monkeypatch.setattr("nextn.cli.measure.measure_acceptance", None)  # not called
+    found = run(tmp_path, *greedy, "--baseline", str(record)).exception
+    assert isinstance(found, ConfigError)
+    assert f"measured on {document['prompts']['num']} prompts" in str(found)
 
 
 def test_the_first_measurement_says_how_many_texts_a_gate_needs(tmp_path):
@@ -410,7 +417,7 @@ def test_the_picture_has_every_row(monkeypatch):
 
 def test_repetitive_texts_decide_no_threshold(capsys):
     """They are easy to draft, for a damaged head, too: neither a pass nor a finding."""
-    report = SimpleNamespace(main_temperature=0.0, repetitive={0.0: {0, 1}}, prompts=[1, 2, 3])
+    report = SimpleNamespace(main_temperature=0.0, is_degenerate=lambda temperature: temperature == 0)
     with pytest.raises(typer.Exit) as ended:
         _require(report, 0.9)
     assert ended.value.exit_code == 3

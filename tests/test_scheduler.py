@@ -835,8 +835,10 @@ def test_an_engine_says_until_when_it_measures(trained):
     options = EngineOptions("torch", max_num_seqs=1, cache_gb=0.1, num_speculative_tokens=1, max_model_len=200)
     engine = ServingEngine(trained["glm_two"], options)
     assert engine.stats().is_measuring
-    while engine.stats().is_measuring:
+    deadline = time.monotonic() + 60
+    while engine.stats().is_measuring and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert not engine.stats().is_measuring
     assert engine.stats().cost_curve
     assert next(engine._warm_up, "over") == "over"
     engine.close(grace_s=5)

@@ -179,6 +179,8 @@ class EngineAccess:
 
     def open(self, *, chat: bool = False) -> "Endpoint":
         """Connect to the engine. chat: through its chat template. Raises EngineError if it does not answer."""
+        if self.url.partition("#")[0] == "-":
+            raise ConfigError("--engine -: standard input cannot be asked; give a running engine's address")
         from nextn.engines.endpoint import Endpoint
 
         return Endpoint.open(self.url, self.budget(), chat=chat)

@@ -5,6 +5,7 @@ Exit codes: 0 no fault, 1 findings, 2 nothing to compare, 3 too few data to deci
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -92,9 +93,7 @@ def diagnose(
     """
     from nextn.checkpoint.base_model import base_model
     from nextn.checkpoint.checkpoint import as_checkpoint
-    from nextn.checkpoint.safetensors_file import write_json
     from nextn.cli.counted import refuse_options_of_a_model, show_counts
-    from nextn.evaluate.engine_counters import check_temperatures, counted_so_far
 
     if not options.source:
         refuse_options_of_a_model(context)
@@ -106,14 +105,8 @@ def diagnose(
     options = options.prepared(need_head=True)
     texts, asked = read_prompts(prompts), replace(asked, engine=engine)
     texts = first_turns(texts) if drive else texts
-    target: Endpoint | Counters  # before anything that imports torch
-    if drive and engine.partition("#")[0] == "-":
-        raise ConfigError("--engine -: standard input cannot be asked; with --drive, give a running engine's address")
-    if drive:
-        target = asked.open(chat=own_template)
-    else:
-        check_temperatures(plan)
-        target = counted_so_far(engine, asked.budget(), num_speculative_tokens, flags)
+    # Before anything that imports torch.
+    target = asked.open(chat=own_template) if drive else _counted(asked, plan, num_speculative_tokens, flags)
     source = TextOptions.of(options, given, asked, quiet=as_json)
     if source.is_streamed and (not drive or own_template):
         raise ConfigError(
@@ -124,16 +117,33 @@ def diagnose(
     base = base_model(as_checkpoint(options.source))
     reference = replace(diagnosis.reference, prompts_source=prompts_record(prompts, texts), base_model=base)
     diagnosis = replace(diagnosis, reference=reference)
+    _report(diagnosis, out, as_json=as_json)
+    raise typer.Exit(130 if diagnosis.untested else _EXIT_CODES[diagnosis.outcome])
+
+
+def _counted(
+    asked: EngineTest, plan: ReferencePlan, num_speculative_tokens: int | None, flags: str | None
+) -> "Counters":
+    """Return what the engine has counted so far."""
+    from nextn.evaluate.engine_counters import check_temperatures, counted_so_far
+
+    check_temperatures(plan)
+    return counted_so_far(asked.url, asked.budget(), num_speculative_tokens, flags)
+
+
+def _report(diagnosis: "Diagnosis", out: Path | None, *, as_json: bool) -> None:
+    """Write the record, and print it or the table."""
+    from nextn.checkpoint.safetensors_file import write_json
+
     record = diagnosis.to_dict()
     if out is not None:
         write_json(out, record)
     if as_json:
         print_json(record)
-    else:
-        _show_diagnosis(diagnosis)
-        if reference.published is not None:
-            print_published(reference.published)
-    raise typer.Exit(130 if diagnosis.untested else _EXIT_CODES[diagnosis.outcome])
+        return
+    _show_diagnosis(diagnosis)
+    if diagnosis.reference.published is not None:
+        print_published(diagnosis.reference.published)
 
 
 def _diagnose(

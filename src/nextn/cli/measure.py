@@ -329,7 +329,7 @@ def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, 
 
 def _require(report: "ReferenceReport", minimum: float) -> None:
     temperature = report.main_temperature
-    if 2 * len(report.repetitive[temperature]) > len(report.prompts):
+    if report.is_degenerate(temperature):
         echo(
             f"--min-acceptance {minimum:g}: most texts are degenerate (repetitive), so a_1 cannot decide: use other "
             "--prompts, or --temperatures 1",

@@ -8,7 +8,7 @@ import numpy as np
 from nextn.data.corpus import Ids
 from nextn.text_format import counted, some
 
-FEW_TEXTS = 4  # fewer texts that remain of more say little
+_FEW_TEXTS = 5  # fewer that remain say little, as of `stats.intervals`, which is above this layer
 MIN_TOKENS = 200  # shorter texts cannot be classified reliably, see `Degeneracy.is_degenerate`
 _MAX_PERIOD = 256  # tokens of a period that is searched for
 
@@ -61,7 +61,7 @@ def degeneracy_notes(
     elif degenerate:
         which = some([str(index + 1) for index in sorted(degenerate)], 8)
         verb, noun = ("is", "prompt") if len(degenerate) == 1 else ("are", "prompts")
-        few = "" if left >= FEW_TEXTS else f", too few{sampled}"
+        few = "" if left >= _FEW_TEXTS else f", too few{sampled}"
         notes.append(
             f"{label}: {len(degenerate)} of {total} texts {verb} degenerate (repetitive), which is easy to draft, and "
             f"{verb} left out ({noun} {which}): the figures are of {counted(left, 'text')}{few}"

@@ -4,7 +4,6 @@ import codecs
 import io
 import re
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
@@ -14,7 +13,6 @@ from nextn.engines.count_tables import is_count_table, read_count_table
 from nextn.engines.counters import Counters, fill_in_derived, refuse_model, sum_counters
 from nextn.engines.csv_formats import table_reader
 from nextn.engines.embedded_json import MAX_DOCUMENTS, documents
-from nextn.engines.influx_format import influx_as_metrics, is_influx
 from nextn.engines.json_formats import JSON_READERS, objects, without_warm_ups
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.log_reader import LogReading, read_log
@@ -53,9 +51,6 @@ _MAX_START = 1024 * 1024  # characters by which the kind of a file is recognized
 _ONLY_START = f"lines of this form are read in the first {_MAX_START // 2**20} MiB alone, the rest is left out"
 _ONLY_FIRST = f"of many objects in the text, the first are read (at most {MAX_DOCUMENTS:,}), the rest is left out"
 _STOPPED = "interrupted: these are the counts of what was read so far"
-_XML = re.compile(
-    r"\s{0,99}<(?:\?xml\b|(?!html|table|div|body|p>|!)[a-zA-Z][\w:.-]{0,80}[^<>]{0,999}>\s{0,99}<[a-zA-Z])"
-)
 _LOG_PREFIX = re.compile(r'\[(?:[A-Z][^\[\]{}"\n]{1,80}\]|[^\[\]{}"\n]{1,80}\][ \t]*[^\s,\]])')
 _CURVE = re.compile(r"(?m)^ +1: [1-2](\.[0-9]+)?$|^ +thinking_(on|off):$")  # InferenceX's golden_al_distribution
 # Keys of structured logs under which the line is, of Docker, Kubernetes, journald, Google Cloud and Python loggers.
@@ -127,10 +122,6 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
         read_table = read_count_table
     if printed := repr_as_metrics(start):
         return from_metrics(printed, model=model)
-    if not is_json and is_influx(start.lstrip().partition("\n")[0]):
-        with suppress(EngineError):  # a line of a log may have this form
-            return from_metrics(influx_as_metrics(file.read(_MAX_PARSED)), model=model)
-        file.seek(0)
     if read_table is None and not is_json and not is_series:
         if not METRICS_LINE.search(start):
             refuse_model(model, source)
@@ -355,11 +346,6 @@ def _need(reading: LogReading, source: str, start: str) -> Counters:
         )
     if _CURVE.search(start):
         raise EngineError(f"{source}: acceptance lengths by K, without counts; to show them beside: measure --baseline")
-    if _XML.match(start):
-        raise EngineError(
-            f"{source}: XML is not read; write each count as `name: value`, with the names that it has there, or give "
-            "the engine's log, metrics or JSON"
-        )
     name, words = _nearest(start)
     hint = f"nearest: {name}, by {words!r}" if name else "nothing in it is of an engine's drafts"
     if not name and (line := re.search(r"(?i)[^\n]{0,60}(?<![a-z])accept[^\n]{0,60}", start)):

@@ -95,9 +95,8 @@ class Endpoint:
         except (TypeError, ValueError) as error:
             raise EngineError(f"{self.url}/tokenize: not a list of token ids: {error}") from error
 
-    @property
     def is_measuring(self) -> bool:
-        """Whether it is a server of nextn that measures costs of its own while it is idle."""
+        """Return whether it is a server of nextn that measures costs of its own while it is idle."""
         try:
             return self.client.json("/health").get("is_measuring") is True
         except BudgetError:

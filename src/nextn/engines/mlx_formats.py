@@ -101,7 +101,7 @@ MLX_FORMATS: tuple[LogFormat, ...] = (
         num_lines=3,
     ),
     LogFormat(
-        "oMLX's MTP line", "MTP[", r"(?<!\w)MTP\[[0-9]{1,9}\](?=[^\n]{0,200}(?:depth\[d1=|cycles=))",
+        "oMLX's MTP line", "MTP[", r"(?<!\w)MTP\[[0-9]{1,9}\](?=[^\n]{0,200}(?<!\w)accept=[0-9])",
         {"accepted/drafted": r"(?<!\w)accept=([0-9]{1,15}/[0-9]{1,15})", "cycles": rf"(?<!\w)cycles=({INT})",
          "depth": r"(?<!\w)d[0-9]{1,3}=([0-9]{1,15}/[0-9]{1,15})"},
         ("accepted/drafted",), _omlx,

@@ -44,7 +44,7 @@ _ROLES: tuple[tuple[str, frozenset[str], frozenset[str], frozenset[str]], ...] =
     ("rounds", _words("drafts rounds verify"), _words("verify verifier"), _ROUNDS),
     ("rounds", frozenset(), _words("draft"), _words("rounds iterations cycles")),  # steps may be of each draft
 )
-_BARE_ROUNDS = _words("rounds iterations steps cycles")  # of a decoding, where draft and accepted tokens stand beside
+_BARE_ROUNDS = _words("rounds iterations steps cycles")  # of a decoding that also counts draft and accepted tokens
 MAX_BARE = 8  # draft tokens of each, at most: they are of something else, or K, where there are more
 _POSITION = _words("pos position positions")
 _OF_POSITIONS = _POSITION | _words("accepted accept acceptance draft tokens rate rates per by")

@@ -25,7 +25,7 @@ def length_of(counts: Sequence[float]) -> float:
 
 
 def _least_width(counts: Sequence[float], num_texts: int) -> float:
-    """The half-width of the interval of AL if the rounds of a text were independent, by the delta method.
+    """The half-width of the interval of AL if the rounds were independent, by the delta method: as of `proportion`.
 
     counts: The sums of num_drafted and num_accepted by depth, one after the other.
     """
@@ -79,13 +79,12 @@ class AcceptanceFigures:
         """Compute the figures from the counts of each text."""
         drafted, accepted = ([[each[side][depth] for each in counts] for depth in range(k)] for side in (0, 1))
         length = jackknife(length_of, [(*each[0], *each[1]) for each in counts])
-        if 1 < len(counts) < FEW_TEXTS:
-            width = max(
-                length.high - length.value, _least_width([*map(sum, drafted), *map(sum, accepted)], len(counts))
-            )
-            length = Estimate(length.value, length.value - width, length.value + width)
-        if not math.isnan(length.low):  # of few texts, it may leave what AL can be
-            length = Estimate(length.value, max(1.0, length.low), min(k + 1.0, length.high))
+        if not math.isnan(length.low):
+            # Few texts may agree by chance, or the interval leave what AL can be.
+            sums = [*map(sum, drafted), *map(sum, accepted)]
+            least = _least_width(sums, len(counts)) if len(counts) < FEW_TEXTS else 0.0
+            width = max(length.high - length.value, least)
+            length = Estimate(length.value, max(1.0, length.value - width), min(k + 1.0, length.value + width))
         return cls(
             temperature,
             rule,

@@ -107,7 +107,7 @@ class LoadAdvice:
         estimated = [f"K = {best} at {counted(point.streams, 'stream')}" for point in self.points
                      if (best := point.best(self.rates)) not in (0, k)]  # fmt: skip
         notes = {
-            f"at {joined(map(str, doubtful))} streams MTP gained more than its AL, so a round took less time with "
+            f"at {joined(map(str, doubtful))} streams MTP was faster than its AL allows: a round took less time with "
             "drafts than without: something slowed the server without MTP; repeat it on an idle machine": doubtful,
             f"at {joined(map(str, unsure))} streams MTP was faster in some passes and slower in others: use an "
             "idle machine, more --prompts or more --max-tokens": unsure,
@@ -209,7 +209,7 @@ def wait_until_measured(servers: Sequence[Endpoint], *, interval_s: float = 1.0)
     """
     for server in servers:
         until = time.monotonic() + _MOST_WAIT_S
-        while server.is_measuring:
+        while server.is_measuring():
             if time.monotonic() > until:
                 raise EngineError(
                     f"{server.url} still measures its own costs after {_MOST_WAIT_S / 60:.0f} minutes, which it does "

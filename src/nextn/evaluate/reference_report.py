@@ -227,9 +227,12 @@ class ReferenceReport:
     @property
     def main_temperature(self) -> float:
         """The lowest temperature at which half the texts or more are not repetitive; the lowest if there is none."""
-        half = len(self.prompts) / 2
-        usable = (each for each in self.plan.temperatures if len(self.repetitive[each]) <= half)
+        usable = (each for each in self.plan.temperatures if not self.is_degenerate(each))
         return next(usable, self.plan.temperatures[0])
+
+    def is_degenerate(self, temperature: float) -> bool:
+        """Return whether most texts at this temperature are repetitive."""
+        return 2 * len(self.repetitive[temperature]) > len(self.prompts)
 
     def text_indices(self, temperature: float, domain: str = "all") -> set[int]:
         """Return the domain's texts that are not repetitive, or all of them if every one is."""

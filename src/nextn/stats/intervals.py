@@ -12,11 +12,12 @@ from functools import cache
 
 INTERVAL = (
     "95 %, by text: Wilson at the effective number of rounds (offered / design effect, at most offered), Student's t "
-    "at texts - 1; with one text rounds are taken as independent. AL: jackknife over texts"
+    "at texts - 1; with one text rounds are taken as independent. AL: jackknife over texts; of "
+    "fewer than 5, at least that of independent rounds"
 )
 
 
-FEW_TEXTS = 5  # below this number, the spread between texts may be small by chance
+FEW_TEXTS = 5  # fewer say little: their spread may be small by chance
 
 
 def wilson_interval(num_accepted: float, num_drafted: float, z: float = 1.96) -> tuple[float, float]:
