@@ -135,7 +135,7 @@ def test_probes_that_cost_more_come_later():
         for number in range(300):
             policy.acceptance.learn(4, int(number % 5 == 0))
         simulation = Simulation(policy, lambda size, k, costs=costs: costs[k] if size < 32 else 1.0, 0.2)
-        assert simulation.run(32, 1000).count(1) >= 984  # rounds without drafts are checked
+        assert simulation.run(32, 1000).count(1) >= 960  # rounds without drafts are checked, at first more often
         firsts[size] = [*map(bool, simulation.run(size, 8000))].index(True)
     assert 256 < firsts[16] < 1500 < 4096 < firsts[1]
 
@@ -156,11 +156,12 @@ def test_probes_are_no_longer_than_what_may_pay():
     assert used[0] == 2
     assert set(used) == {0, 2}
     assert used.count(2) <= 20
+    policy = MeasuredLength(4)
     in_service(policy, 8, {0: 1.0, 1: 1.2, 2: 1.7, 3: 9.0, 4: 12.0})
     used = Simulation(policy, lambda size, k: {0: 1.0, 1: 1.2, 2: 1.7}[k], 0.3).run(8, 20_000)
     assert set(used) == {0, 1, 2}
     assert used.count(2) <= 20
-    assert used.count(0) <= 20_000 / 512 * 8  # they might be the fastest
+    assert used.count(0) <= (20_000 / 512 + 5) * 8  # they might be the fastest
 
 
 def test_a_busier_machine_changes_nothing():
@@ -208,6 +209,16 @@ def test_a_plain_round_that_was_measured_as_too_slow():
     payed = Simulation(measured(MeasuredLength(4)), linear, 0.9)
     payed.run(1, 600)
     assert 0 not in payed.run(1, 4000)  # where drafts pay by far more than a measurement may be wrong
+
+
+def test_costs_that_a_busy_machine_has_flattened_are_corrected_soon():
+    """Two servers that start together measure at the same time, and rounds with drafts may seem too cheap."""
+    policy = MeasuredLength(4)
+    policy.costs.set(16, {k: linear(16, k) * (1.0 if k == 0 else 0.75) for k in range(5)})
+    simulation = Simulation(policy, linear, 0.45)
+    assert 0 not in simulation.run(16, 16)
+    simulation.run(16, 64)
+    assert simulation.run(16, 200).count(0) >= 180
 
 
 def test_one_slow_round_is_no_measure():

@@ -13,7 +13,9 @@ _AGREEMENT = 1.25  # factor between a cost and what a round took, up to which th
 # A number of drafts that was not measured at this batch size is tried if its estimated rate, raised by this, exceeds
 # the best one: for batch sizes between measured ones close to each other, and for others.
 _UNCERTAINTY, _LARGE_UNCERTAINTY = 0.05, 0.3
-_OLD = 512  # rounds after which a cost is out of date: it was measured on another state of the machine
+# Rounds after which the cost of a plain round is out of date: it was measured on another state of the machine, at first
+# perhaps on a busy one.
+_OLD_AT_FIRST, _OLD = 32, 512
 _MAX_FACTOR = 2.0  # by which a single round changes an estimate: the round may have been disturbed
 
 
@@ -76,11 +78,13 @@ class RoundCosts:
     def is_plain_old(self, batch_size: int, rates: Mapping[int, float], best: int) -> bool:
         """Return whether rounds without drafts may be the fastest, but were last measured long ago.
 
-        Only such rounds show what they cost: if they were measured as too slow, drafts that do not pay would stay.
+        Only such rounds show what they cost: if they were measured as too slow, drafts that do not pay would stay. They
+        are measured soon after the first round, then after ever more rounds.
         """
         row = self._row(batch_size)
         is_near = rates.get(0, 0.0) * (1 + _LARGE_UNCERTAINTY) > rates.get(best, 0.0)
-        return best > 0 and is_near and row.num_rounds - row.plain_at >= _OLD
+        interval = min(max(_OLD_AT_FIRST, row.plain_at), _OLD)
+        return best > 0 and is_near and row.num_rounds - row.plain_at >= interval
 
     def observe(self, batch_size: int, length: int, seconds: float, *, is_ratio: bool, num_before: int) -> None:
         """Update the costs with the time of a round, after `num_before` rounds of this batch size.
