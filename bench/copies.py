@@ -1,10 +1,12 @@
 """Drafts copied from the text, beside the head and without it: tokens per second of the same prompts in turn.
 
     python bench/copies.py MODEL --head HEAD --prompts humaneval.jsonl --chats chats.jsonl --passages texts.txt
+    python bench/copies.py runs/code/model  # a recipe's model: without chats, on held-out code
 
 `adaptive` chooses the numbers of drafts and copies by costs that are measured before each text. Edits repeat code that
-the prompt has ("rename this variable"), summaries parts of a text, chats little; open text is a story. Greedy; texts
-must be those of plain decoding. Ratios are of wall times after the prefill.
+the prompt has ("rename this variable"), summaries parts of a text, chats little; open text is a story. A model that
+only continues code goes on with held-out files, and with code that its prompt has begun to repeat. Greedy; texts must
+be those of plain decoding. Ratios are of wall times after the prefill.
 """
 
 import argparse
@@ -16,6 +18,8 @@ from pathlib import Path
 import torch
 from record import write_record
 
+from nextn.data.batches import sample_prompts
+from nextn.data.sources import load_corpora
 from nextn.decoding.generate import encode, eos_tokens
 from nextn.decoding.rounds import rounds
 from nextn.evaluate.decoding_costs import adaptive_length
@@ -32,8 +36,27 @@ EDITS = (
 )
 SUMMARY = "Summarize the following text in a few sentences:\n\n{}"
 STORY = "Write a story that begins with this sentence: {}"
+EXCERPT, BEGUN = 384, 48  # tokens of an excerpt of code, and of its repetition in the prompt
 K, COPIES = 3, 16
 WAYS = {"plain": (0, 0), "mtp": (K, 0), "copy": (0, COPIES), "both": (K, COPIES), "adaptive": (K, COPIES)}
+
+
+def chat_prompts(model: Model, args: argparse.Namespace) -> dict[str, list[list[int]]]:
+    """The prompts by kind, as token ids, for a model that answers."""
+    lines = {path: [json.loads(line)["prompt"] for line in path.read_text().splitlines()] for path in
+             (args.prompts, args.chats)}  # fmt: skip
+    functions = [prompt.partition("\n\n")[2] for prompt in lines[args.prompts]]
+    passages = [each for each in args.passages.read_text().split("\n\n") if len(each) > 400]
+    kinds = prompts_of(functions, lines[args.chats], passages, args.count)
+    return {kind: [encode(model, prompt, chat=True) for prompt in prompts] for kind, prompts in kinds.items()}
+
+
+def code_prompts(model: Model, count: int) -> dict[str, list[list[int]]]:
+    """The same for a model that continues code: excerpts of held-out files, each also with its first lines after it."""
+    assert model.tokenizer is not None
+    _, held_out = load_corpora([], model.tokenizer)
+    texts = [text.tolist() for text in sample_prompts(held_out, count=2 * count, length=EXCERPT, seed=1)]
+    return {"code": texts[:count], "repeated": [text + text[:BEGUN] for text in texts[count:]]}
 
 
 def prompts_of(functions: list[str], chats: list[str], passages: list[str], count: int) -> dict[str, list[str]]:
@@ -76,11 +99,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--head")
-    parser.add_argument(
-        "--prompts", type=Path, required=True, help="code after an empty line, one JSON object per line"
-    )
-    parser.add_argument("--chats", type=Path, required=True)
-    parser.add_argument("--passages", type=Path, required=True, help="texts to summarize, separated by empty lines")
+    parser.add_argument("--prompts", type=Path, help="code after an empty line, one JSON object per line")
+    parser.add_argument("--chats", type=Path)
+    parser.add_argument("--passages", type=Path, help="texts to summarize, separated by empty lines")
     parser.add_argument("--count", type=int, default=6)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
@@ -88,16 +109,12 @@ def main() -> None:
     args = parser.parse_args()
     model = Model.load(args.model, head=args.head, dtype=getattr(torch, args.dtype))
     engine, eos = backend_for(model), eos_tokens(model)
-    lines = {path: [json.loads(line)["prompt"] for line in path.read_text().splitlines()] for path in
-             (args.prompts, args.chats)}  # fmt: skip
-    functions = [prompt.partition("\n\n")[2] for prompt in lines[args.prompts]]
-    passages = [each for each in args.passages.read_text().split("\n\n") if len(each) > 400]
-    kinds = prompts_of(functions, lines[args.chats], passages, args.count)
+    kinds = chat_prompts(model, args) if args.prompts else code_prompts(model, args.count)
     cells: dict[str, list[dict[str, object]]] = {kind: [] for kind in kinds}
     for number, kind in [(number, kind) for number in range(args.count) for kind in kinds]:
         if number >= len(kinds[kind]):
             continue
-        ids, cell = encode(model, kinds[kind][number], chat=True), {}
+        ids, cell = kinds[kind][number], {}
         ways = list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]
         for way in ways:
             k, copies = WAYS[way]

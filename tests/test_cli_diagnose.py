@@ -368,3 +368,16 @@ def test_neither_file_nor_engine(prompts):
     assert "no such file, and not an address" in str(run("engine.log", prompts).exception)
     assert "nothing answers" in str(run("localhost:9", prompts).exception)
     assert "nothing answers" in str(run("localhost:9", prompts, "--drive").exception)
+
+
+def test_an_engine_that_was_not_named(tmp_path):
+    """A log, or an address, in the place of the model is what --engine should name; else other commands are."""
+    log = tmp_path / "engine.log"
+    log.write_text(LLAMA_CPP)
+    for given, command in (
+        ([str(log)], f"`nextn diagnose --engine {log}`"),
+        (["localhost:9"], "`nextn diagnose --engine localhost:9`"),
+        (["tiny"], "`nextn audit "),
+        ([], "`nextn measure MODEL`"),
+    ):
+        assert command in str(CliRunner().invoke(app, ["diagnose", *given]).exception)

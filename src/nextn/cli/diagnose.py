@@ -3,6 +3,7 @@
 Exit codes: 0 no fault, 1 findings, 2 nothing to compare, 3 too few data to decide.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,12 +52,13 @@ def diagnose(
     *,
     context: typer.Context,
     engine: Annotated[
-        str,
+        str | None,
         Option(
             help="Address of a running engine, or a file with its metrics, log or JSON counters (- is standard input); "
-            "with #MODEL at its end if the engine serves several."
+            "with #MODEL at its end if the engine serves several.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     drive: Annotated[
         bool, Option("--drive", help="Send the reference's own prompts to the engine and read its counters.")
     ] = False,
@@ -95,6 +97,8 @@ def diagnose(
     from nextn.checkpoint.checkpoint import as_checkpoint
     from nextn.cli.counted import refuse_options_of_a_model, show_counts
 
+    if engine is None:
+        raise ConfigError(_without_engine(options.source))
     if not options.source:
         refuse_options_of_a_model(context)
         budget = replace(asked, engine=engine).budget()
@@ -119,6 +123,20 @@ def diagnose(
     diagnosis = replace(diagnosis, reference=reference)
     _report(diagnosis, out, as_json=as_json)
     raise typer.Exit(130 if diagnosis.untested else _EXIT_CODES[diagnosis.outcome])
+
+
+def _without_engine(source: str) -> str:
+    """Return what to do where no engine was named, but a model, its log or nothing."""
+    name = shlex.quote(source or "MODEL")
+    is_log = Path(source).is_file() and Path(source).suffix not in (".safetensors", ".gguf")
+    if is_log or ":" in source:
+        return (
+            f"{source}: for what this engine counted, `nextn diagnose --engine {name}`, with MODEL first to compare it"
+        )
+    return (
+        f"--engine is missing: an engine's HOST:PORT, or a file with its log, metrics or counters. Without an engine, "
+        f"`nextn measure {name}` shows the acceptance of the head, `nextn audit {name}` its files"
+    )
 
 
 def _counted(

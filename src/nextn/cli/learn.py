@@ -107,7 +107,6 @@ def _decode_example(folder: Path, *, offline: bool, quiet: bool) -> "tuple[str, 
 
 def _show_answers(example: "Demonstration", folder: Path) -> None:
     from nextn.checkpoint.checkpoint import SHIPPED_HEAD
-    from nextn.checkpoint.demo_model import NAME, SHORT_NAME, default_folder
 
     screen, decoded = console(), example.decoded
     marks = Marks.of(screen)
@@ -128,8 +127,7 @@ def _show_answers(example: "Demonstration", folder: Path) -> None:
     if decoded.greedy.figures().speedup < 1:
         screen.print("note: here, checking drafts costs more than the head saves; its card has figures", style="dim")
     screen.print(plain(f"in {folder}: report.json; the head and its card, {SHIPPED_HEAD.name}: {SHIPPED_HEAD}"))
-    source = SHORT_NAME if example.checkpoint == default_folder() / NAME else str(example.checkpoint)
-    command = shlex.join(["nextn", "chat", source, "--head", SHIPPED_HEAD.name])
+    command = shlex.join(["nextn", "chat", _named(example.checkpoint), "--head", SHIPPED_HEAD.name])
     screen.print(plain(f"To try it: {command}"))
 
 
@@ -188,8 +186,15 @@ def _show_trained(new: "Demonstration", own: "Demonstration", trained: "TrainedH
     screen.print("the head of part 1:")
     _show_figures(own.decoded)
     screen.print(plain(f"trained in {trained.seconds:.0f} s; in {trained.folder.parent}: head, report.json"))
-    command = shlex.join(["nextn", "generate", str(new.checkpoint), "def add(", "--head", str(trained.folder)])
+    command = shlex.join(["nextn", "generate", _named(new.checkpoint), "def add(", "--head", str(trained.folder)])
     screen.print(plain(f"To try it: {command}"))
+
+
+def _named(checkpoint: Path) -> str:
+    """Return how a command names a checkpoint of the demo."""
+    from nextn.checkpoint.demo_model import NAME, SHORT_NAME, default_folder
+
+    return SHORT_NAME if checkpoint == default_folder() / NAME else str(checkpoint)
 
 
 def _command(folder: Path, minutes: float) -> str:
