@@ -1,7 +1,7 @@
 """Drafts copied from the text, beside the head and without it: tokens per second of the same prompts in turn.
 
     python bench/copies.py MODEL --head HEAD --prompts humaneval.jsonl --chats chats.jsonl --passages texts.txt
-    python bench/copies.py runs/code/model  # a recipe's model: without chats, on held-out code
+    python bench/copies.py runs/code/model  # of the recipe `code`: it continues held-out code
 
 `adaptive` chooses the numbers of drafts and copies by costs that are measured before each text. Edits repeat code that
 the prompt has ("rename this variable"), summaries parts of a text, chats little; open text is a story. A model that

@@ -397,13 +397,16 @@ PARTS = {
 HEADS = PAGE.with_name("heads.md")
 
 
-KINDS = {"edits": "edits", "summaries": "summaries", "chat": "chats", "open": "stories"}
+KINDS = {
+    "edits": "edits", "summaries": "summaries", "chat": "chats", "open": "stories",
+    "code": "excerpts of code, recipe `code`", "repeated": "excerpts begun again, recipe `code`",
+}  # fmt: skip
 
 
 def copied() -> str:
     """Tokens per round and speed with copied drafts, by kind of prompt."""
     rows = []
-    for kind, each in record("copies")["kinds"].items():
+    for kind, each in (record("copies")["kinds"] | record("copies-code")["kinds"]).items():
         rounds = [f"{each[way]['tokens_per_round']:.2f}" for way in ("mtp", "copy", "both")]
         speeds = [f"{each[way]['over_plain']:.2f}" for way in ("mtp", "both", "adaptive")]
         against = [f"{each[way]['over_mtp']:.2f}" for way in ("both", "adaptive")]
