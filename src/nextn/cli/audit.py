@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from nextn.cli.common import AsJson, expanded, shipped_option, shipped_path
+from nextn.cli.common import SOURCES, AsJson, expanded, shipped_option, shipped_path
 from nextn.cli.screen import console, plain, print_json, shortened, shown
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def audit(
     model: Annotated[
         str,
         Argument(
-            help="Checkpoint folder, .safetensors or .gguf file, hub id, or tiny: the one that comes with the package.",
+            help=f"Checkpoint folder, .safetensors or .gguf file, {SOURCES}",
             callback=shipped_path,
         ),
     ],

@@ -76,6 +76,7 @@ def _can_hold_files(folder: Path) -> bool:
 
 
 SOURCES = "hub id (ORG/NAME or ORG/NAME@REVISION), tiny (in the package) or smollm2 (which `nextn demo` downloads)."
+HEAD_SOURCES = "folder, .safetensors file, hub id or smollm2-head (in the package, for smollm2)."
 CheckpointName = Annotated[str, Argument(help=f"Checkpoint folder, {SOURCES}", callback=shipped_path)]
 Prompts = Annotated[
     Path | None,

@@ -11,6 +11,7 @@ import typer
 from typer import Argument, Option
 
 from nextn.cli.common import (
+    SOURCES,
     AsJson,
     CheckpointName,
     expanded,
@@ -41,7 +42,7 @@ def restore(
         str | None,
         Option(
             "--from",
-            help="Source of the head: folder, .safetensors file, hub id, or tiny: the checkpoint in the package.",
+            help=f"Source of the head: folder, .safetensors file, {SOURCES}",
             callback=shipped_option,
         ),
     ] = None,
@@ -134,7 +135,7 @@ def convert(
     source: Annotated[
         str,
         Argument(
-            help="Folder, .safetensors file, hub id, or tiny: the checkpoint in the package; or a .gguf file.",
+            help=f"Folder, .safetensors or .gguf file, {SOURCES}",
             callback=shipped_path,
         ),
     ],

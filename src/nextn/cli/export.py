@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from nextn.cli.common import K_NAMES, AsJson, open_checkpoint, shipped_option, shipped_path
+from nextn.cli.common import HEAD_SOURCES, K_NAMES, AsJson, open_checkpoint, shipped_option, shipped_path
 from nextn.cli.screen import echo, print_json, print_result
 from nextn.errors import ConfigError
 
@@ -22,7 +22,7 @@ def export(
     head: Annotated[
         str,
         Argument(
-            help="The head alone, of `nextn train`, or a model with it: folder, .safetensors file or hub id.",
+            help=f"The head alone, of `nextn train`, or a model with it: {HEAD_SOURCES}",
             callback=shipped_path,
         ),
     ],
@@ -31,7 +31,7 @@ def export(
     model: Annotated[
         str | None,
         Option(
-            help="Folder or hub id of the trunk. Default: the one that the head was trained on.",
+            help="Trunk: folder, hub id or smollm2. Default: the one that the head was trained on.",
             callback=shipped_option,
         ),
     ] = None,

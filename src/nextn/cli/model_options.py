@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from nextn.cli.common import SOURCES, Device, check_device, open_checkpoint, shipped_option, shipped_path, user_cache
+from nextn.cli.common import (
+    HEAD_SOURCES,
+    SOURCES,
+    Device,
+    check_device,
+    open_checkpoint,
+    shipped_option,
+    shipped_path,
+    user_cache,
+)
 from nextn.cli.screen import print_note
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHTS, available_cores
@@ -71,11 +80,7 @@ class ModelOptions:
     ] = None
     head: Annotated[
         str | None,
-        Option(
-            help="Use the head of this checkpoint instead: folder, .safetensors file or hub id; smollm2-head: that "
-            "of SmolLM2-135M-Instruct in the package.",
-            callback=shipped_option,
-        ),
+        Option(help=f"Use the head of this checkpoint instead: {HEAD_SOURCES}", callback=shipped_option),
     ] = None
     _gguf: str | None = None  # the file that `source` was converted from, see `prepared`
 

@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from nextn.bounded_json import JsonDict
 from nextn.cli.common import (
+    SOURCES,
     AsJson,
     Device,
     check_device,
@@ -87,7 +88,7 @@ class TrainOptions:
         bool, _head_option("--freeze-trunk", help="Train only the head, on the frozen trunk of --from.")
     ] = False
     trunk: Annotated[
-        str | None, _head_option("--from", help="Trunk: checkpoint folder or hub id.", callback=shipped_option)
+        str | None, _head_option("--from", help=f"Trunk: checkpoint folder, {SOURCES}", callback=shipped_option)
     ] = None
     head: Annotated[
         str | None,
