@@ -225,8 +225,9 @@ def advise(
         )
     given, options = options, options.prepared(need_head=True)
     if asked.engine:
-        message = f"--engine {asked.engine}: only with --against; with MODEL, decoding is timed on this machine"
-        raise ConfigError(message)
+        raise ConfigError(
+            f"--engine {asked.engine}: only with --against; with MODEL, decoding is timed on this machine"
+        )
     loaded = options.load(need_head=True)
     plan = replace(plan, chat=use_chat(loaded, chat))
     from nextn.evaluate.advice import advise as measured_advice
@@ -274,7 +275,6 @@ def _check_out(out: Path | None, *, has_figures: bool) -> None:
 
 
 def _write_advice(record: Mapping[str, object], out: Path | None) -> None:
-    """Write the record into the folder `out`, if there is one."""
     from nextn.checkpoint.safetensors_file import write_json
 
     if out is not None:
@@ -335,7 +335,7 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
     if report.one_pass is not None:
         print_lines("", "in one pass over the texts of plain decoding, without the rounds that their ends cut short:")
         show_lengths(report.one_pass, rule="block")
-    print_lines(*_warnings(report))
+    print_lines(*(f"note: {warning}" for warning in report.warnings))
 
 
 def _cells(figures: "BenchmarkFigures", *, copies: bool) -> list[str]:
@@ -361,7 +361,7 @@ def _show_advice(advice: "Advice") -> None:
         measured = f"; as a check, K = {k} was run: {figures.speedup.median:.2f} x measured, {expected:.2f} x expected"
         print_lines(f"{_at(each.temperature)}: {each.summary}{measured}")
         print_lines(*(f"  {more}" for more in (advice.by_batch(each), advice.other_summary(each)) if more is not None))
-    print_lines(*_warnings(advice.report))
+    print_lines(*(f"note: {warning}" for warning in advice.report.warnings))
 
 
 def serving(source: str, head: str | None, forecasts: "Sequence[Forecast]") -> list[str]:
@@ -402,10 +402,6 @@ def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:
         row = (*sizes, *expected, *best, "on" if each.pays else "off", *accepted, even)
         table.add_row(f"T={each.temperature:g}", *row)
     print_table(table)
-
-
-def _warnings(report: "BenchmarkReport") -> list[str]:
-    return [f"note: {warning}" for warning in report.warnings]
 
 
 def _at(temperature: float) -> str:

@@ -107,7 +107,12 @@ def generate(
     draftable, k = vocabulary.read(), settings.num_speculative_tokens
     loaded = options.load(need_head=k > 0)
     draftable.apply(loaded, num_speculative_tokens=k, backend=options.backend)
-    length = _adaptive(loaded, settings, options.backend) if adaptive else None
+    length = None
+    if adaptive:
+        from nextn.evaluate.decoding_costs import adaptive_length
+
+        copies = settings.num_copy_tokens
+        length = adaptive_length(loaded, limit=k, num_copy_tokens=copies, backend=options.backend)
     request = _Request(text, settings, use_chat(loaded, chat), options.backend, length)
     if as_json:
         print_json(_record(loaded, request))
@@ -172,13 +177,6 @@ class _Request:
         from nextn.decoding.generate import encode
 
         return len(encode(model, self.prompt, chat=self.chat))
-
-
-def _adaptive(model: "Model", settings: Settings, backend: str) -> "DraftLength":
-    from nextn.evaluate.decoding_costs import adaptive_length
-
-    limit, copies = settings.num_speculative_tokens, settings.num_copy_tokens
-    return adaptive_length(model, limit=limit, num_copy_tokens=copies, backend=backend)
 
 
 def _record(model: "Model", request: _Request) -> dict[str, object]:

@@ -181,8 +181,7 @@ def extract(
     """Write the head alone to one file, from which it can be restored."""
     from nextn.edit.convert import extract as extract_head
 
-    checkpoint = open_checkpoint(model)
-    _run(partial(extract_head, checkpoint, out), dry_run=False, as_json=as_json)
+    _run(partial(extract_head, open_checkpoint(model), out), dry_run=False, as_json=as_json)
 
 
 def adopt(
@@ -202,9 +201,7 @@ def adopt(
     """Write a model without an MTP family (Llama, Mistral, Qwen2, Qwen3) in GLM-4.5's layout, which engines run."""
     from nextn.edit.adopt import adopt as adopt_model
 
-    checkpoint = open_checkpoint(model)
-    edit = partial(adopt_model, checkpoint, out, head=head)
-    _run(edit, dry_run=dry_run, as_json=as_json)
+    _run(partial(adopt_model, open_checkpoint(model), out, head=head), dry_run=dry_run, as_json=as_json)
 
 
 def quantize(

@@ -154,20 +154,16 @@ def check(
 def _drive(
     canary: "Canary", asked: EngineAccess, *, passes: int, quiet: bool
 ) -> "tuple[ConformanceRun, SampledRun | None]":
-    """Run the prompts greedily, then `passes` times above temperature 0."""
     from nextn.conformance.engine_run import run_greedy, run_sampled
 
-    count = len(canary.prompts)
     endpoint = asked.open()
     with progress_bars(quiet=quiet) as progress:
-        step = progress("prompts", count * (1 + passes))
+        step = progress("prompts", len(canary.prompts) * (1 + passes))
         run = run_greedy(endpoint, canary, on_prompt=step)
         return run, run_sampled(endpoint, canary, passes, on_prompt=step) if passes else None
 
 
 def _show_canary(canary: "Canary", out: Path) -> None:
-    """Print the mean acceptance lengths of the right reading and of every fault."""
-
     table = figures_table("", *(f"AL@{k}" for k in canary.k_values))
     for reading in canary.readings:
         table.add_row(plain(reading.name), *(f"{canary.length(reading, k):.2f}" for k in canary.k_values))

@@ -97,7 +97,9 @@ def _decode_example(folder: Path, *, offline: bool, quiet: bool) -> "tuple[str, 
     except CheckpointError as error:
         print_note(f"the small model of the package, as SmolLM2-135M-Instruct is not there: {error}")
         if not quiet:
-            _introduce()
+            screen = console()
+            screen.rule("[bold]1. A trained model, decoded without and with its MTP head")
+            screen.print(_INTRODUCTION.format(k=_SMALL_K, marked=Marks.of(screen).words))
         example, records = _decode_shipped(folder / "shipped", quiet=quiet)
         return "shipped", example, {"shipped": records}
     if not quiet:
@@ -129,12 +131,6 @@ def _show_answers(example: "Demonstration", folder: Path) -> None:
     screen.print(plain(f"in {folder}: report.json; the head and its card, {SHIPPED_HEAD.name}: {SHIPPED_HEAD}"))
     command = shlex.join(["nextn", "chat", _named(example.checkpoint), "--head", SHIPPED_HEAD.name])
     screen.print(plain(f"To try it: {command}"))
-
-
-def _introduce() -> None:
-    screen = console()
-    screen.rule("[bold]1. A trained model, decoded without and with its MTP head")
-    screen.print(_INTRODUCTION.format(k=_SMALL_K, marked=Marks.of(screen).words))
 
 
 def _decode_shipped(folder: Path, *, quiet: bool) -> "tuple[Demonstration, dict[str, object]]":
@@ -249,7 +245,6 @@ def _figures(label: str, pair: "DecodedPair", k: int) -> str:
 
 
 def _marked(example: "Demonstration", rounds: "Sequence[Round]", marks: Marks) -> "Text":
-    """Return the text of rounds, with the accepted drafts of each marked."""
     text = plain("", lines=True)
     for part in (each.rows[0] for each in rounds):
         drafts = example.detokenize([*part.emitted[: part.num_accepted]])

@@ -182,7 +182,6 @@ def _check_extra() -> None:
 
 
 def _check_printed(context: typer.Context, engine: str) -> None:
-    """Raise ConfigError for options that the printed command does not have."""
     printed = ("source", "print_engine", "num_speculative_tokens", "head")
     names = {each.name: each.opts[0] for each in context.command.params if each.name and each.name not in printed}
     given = [option for name, option in names.items() if "COMMANDLINE" in str(context.get_parameter_source(name))]

@@ -323,7 +323,6 @@ def show_init_layers(
 
 @contextmanager
 def _count_bar(count: int, *, quiet: bool) -> "Iterator[Callable[[LayerProgress], None]]":
-    """Show how many layers have begun."""
     with progress_bars(quiet=quiet) as added:
         step = added("the trunk's layers, for the new head", count)
         yield lambda progress: step(1)

@@ -234,7 +234,6 @@ def _check(options: "RunOptions") -> None:
 
 
 def _train_joint(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
-    """Train trunk and head from scratch, and write and print the result."""
     from nextn.train.joint_run import prepare_joint_run
 
     _check_folder(out, ranks, resume=resume)
@@ -280,7 +279,6 @@ def _run_joint(
 
 
 def _train_head(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
-    """Train a head on a frozen trunk, write and print the result, and export it if that is asked for."""
     _check_folder(out, ranks, resume=resume)
     run = _prepare_head(out, options, ranks, quiet=as_json)
     if options.export is not None:
@@ -374,7 +372,6 @@ def _fill_cache(cache: "HiddenStateCache", out: Path, ranks: "Ranks", *, quiet: 
 
 
 def _check_folder(out: Path, ranks: "Ranks", *, resume: bool) -> None:
-    """Raise ConfigError if the folder holds a run that is not to be resumed, or none that could be."""
     from nextn.train.checkpointing import RunFolder
 
     # Processes restarted by torchrun resume from the last checkpoint, whatever their command line says.

@@ -126,16 +126,6 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def write_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
-    """Write the optimizers' tensors."""
-    write_tensors(folder / _MOMENTS, dict(moments))
-
-
-def write_state(folder: Path, config: TrainConfig, **state: object) -> None:
-    """Write the settings and `state`, plain values. Call it last: it marks the checkpoint as complete."""
-    write_json(folder / _STATE, {**state, "config": asdict(config)})
-
-
 def read_state(folder: Path, config: TrainConfig) -> JsonDict:
     """Read the plain values. Raises ConfigError if the checkpoint was trained with settings other than `config`."""
     state: JsonDict = json.loads((folder / _STATE).read_text(encoding="utf-8"))
@@ -147,11 +137,6 @@ def read_state(folder: Path, config: TrainConfig) -> JsonDict:
         differences = ", ".join(f"{key} ({then.get(key)}, now {now[key]})" for key in changed)
         raise ConfigError(f"{folder} was trained with another {differences}; resume with the same settings")
     return state
-
-
-def read_moments(folder: Path) -> dict[str, Tensor]:
-    """Read the optimizers' tensors."""
-    return load_file(folder / _MOMENTS)
 
 
 def write_shards(
@@ -234,8 +219,8 @@ def write(folder: Path, task: Task, optimizers: Optimizers, **state: object) -> 
 
     def add_state(stage: Path) -> None:
         if task.ranks.is_alone:
-            write_moments(stage, moments)
-        write_state(stage, task.config, **state)
+            write_tensors(stage / _MOMENTS, moments)
+        write_json(stage / _STATE, {**state, "config": asdict(task.config)})  # last: it marks a complete checkpoint
 
     _write(folder, task, moments, add_state)
 
@@ -260,7 +245,7 @@ def read(folder: Path, task: Task, optimizers: Optimizers) -> JsonDict:
         return state
     task.read(folder)
     try:
-        load_state_tensors(optimizers, task.named, read_moments(folder))
+        load_state_tensors(optimizers, task.named, load_file(folder / _MOMENTS))
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     return state

@@ -121,7 +121,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if self.is_alone or not _is_loss(error):
+            # gloo has no exception class; its messages begin with its source file.
+            if self.is_alone or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             raise TrainingError(
                 f"process {self.rank} of {self.world} lost another one ({str(error).splitlines()[0]}). Checkpoints are "
@@ -145,10 +146,8 @@ def processes(device: str = "auto") -> Iterator[Ranks]:
         return
     if missing:
         raise ConfigError(f"RANK is set but {', '.join(missing)} is not; start the processes with torchrun")
-    own_device, restarts = (
-        _device(int(os.environ["LOCAL_RANK"]), device),
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-    )
+    own_device = _device(int(os.environ["LOCAL_RANK"]), device)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store, rank, world = next(rendezvous("env://", timeout=PATIENCE))
     # torchrun keeps its store over restarts, and with it the addresses of lost processes.
     store = PrefixStore(f"start-{restarts}", store)
@@ -180,11 +179,6 @@ def _device(local_rank: int, device: str) -> torch.device:
         raise ConfigError(message)
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def _is_loss(error: RuntimeError) -> bool:
-    # gloo has no exception class; its messages begin with its source file.
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 class _Differentiable(Protocol):

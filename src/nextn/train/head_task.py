@@ -144,7 +144,8 @@ class HeadTask:
         states = lm_head_inputs(trunk, self.head, [hidden.final_hidden, *hiddens])
         lm_heads = lm_head_weights(trunk, self.head, config.depths)
         if self.frequent is not None:
-            part = self._sampled_vocabulary(targets.tokens)
+            size, num_others = trunk.vocab_size, len(self.frequent) // 3
+            part = SampledVocabulary.of(targets.tokens, self.frequent, num_others, vocab_size=size, seed=config.seed)
             states, lm_heads = part.inputs(states), part.weights(lm_heads, config.temperature)
             targets = part.targets(targets)
         cap = None if "output" in self.head.family.own else trunk.logit_cap
@@ -160,11 +161,6 @@ class HeadTask:
             denominator="valid" if denominator is None else denominator,
             scale=lam,
         )
-
-    def _sampled_vocabulary(self, tokens: Tensor) -> SampledVocabulary:
-        assert self.frequent is not None
-        size, seed = self.model.trunk.vocab_size, self.config.seed
-        return SampledVocabulary.of(tokens, self.frequent, len(self.frequent) // 3, vocab_size=size, seed=seed)
 
     def hidden(self, example: Example) -> TrunkOutput:
         """Return the trunk's states of a batch, from the cache if there is one."""
@@ -228,7 +224,7 @@ class HeadTask:
         return ((batch, self.hidden(Example(batch))) for batch in batches)
 
     def _heldout_acceptance(self, depths: int, examples: Iterable[tuple[Batch, TrunkOutput]]) -> HeldOutAcceptance:
-        ranks, config = self.ranks, self.config
+        config = self.config
         return heldout_acceptance(
             self.model.trunk,
             self.head,
@@ -237,7 +233,7 @@ class HeadTask:
             temperature=config.temperature,
             on_policy=self.on_policy,
             dtype=getattr(torch, config.dtype),
-            ranks=ranks,
+            ranks=self.ranks,
         )
 
     def stored(self) -> dict[str, Tensor]:

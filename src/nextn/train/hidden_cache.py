@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 
@@ -72,7 +72,7 @@ class HiddenStateCache:
         self._key = self._identity()
         self._check_key()
         self._order = lru_cache(maxsize=2)(self._sample_order)
-        self._open = lru_cache(maxsize=16)(_open)
+        self._open = lru_cache(maxsize=16)(partial(safe_open, framework="pt"))
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +125,6 @@ class HiddenStateCache:
             remaining = _total(len(missing), ranks)
 
     def _missing_batches(self, ranks: Ranks) -> list[int]:
-        """Batches that this process has to compute."""
         own = range(ranks.rank, -(-self.num_batches // self._per_shard), ranks.world)
         return [index for shard in own if not self._is_complete(shard) for index in self._members(shard)]
 
@@ -253,10 +252,6 @@ def _tensor_specs(trunk: Trunk, batches: Batches, dtype: torch.dtype) -> dict[st
 
 def _total(count: int, ranks: Ranks) -> int:
     return int(ranks.total(torch.tensor(count, device=ranks.device)))
-
-
-def _open(path: Path) -> safe_open:
-    return safe_open(path, framework="pt")
 
 
 def _raw(value: Tensor) -> RawTensor:
