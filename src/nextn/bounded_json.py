@@ -19,6 +19,7 @@ from typing import Any
 JsonObject = Mapping[str, Any]
 JsonDict = dict[str, Any]
 MAX_DEPTH = 100  # nesting of arrays and objects; published configs have at most 10
+_TOO_DEEP = f"its arrays and objects are nested more than {MAX_DEPTH} deep"
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MAX_COUNT = 2**53  # larger integers have no exact float
@@ -71,7 +72,7 @@ def parse_json(data: bytes, limits: JsonLimits) -> object:
     try:
         value = json.loads(text)
     except RecursionError:
-        raise ValueError(_too_deep()) from None
+        raise ValueError(_TOO_DEEP) from None
     _check_depth(value)
     check_unicode(value, data)
     return value
@@ -101,11 +102,7 @@ def _check_depth(value: object) -> None:
         level = [each for each in chain.from_iterable(inner) if isinstance(each, dict | list)]
         if not level:
             return
-    raise ValueError(_too_deep())
-
-
-def _too_deep() -> str:
-    return f"its arrays and objects are nested more than {MAX_DEPTH} deep"
+    raise ValueError(_TOO_DEEP)
 
 
 def loads(text: str, **options: Any) -> object:
@@ -123,7 +120,7 @@ def loads(text: str, **options: Any) -> object:
     try:
         value = json.loads(text, **options)
     except RecursionError:
-        raise ValueError(_too_deep()) from None
+        raise ValueError(_TOO_DEEP) from None
     _check_depth(value)
     return value
 

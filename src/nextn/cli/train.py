@@ -390,10 +390,7 @@ def _run_trainer(
     as_json: bool,
     note: "Callable[[Record], str | None]" = lambda record: None,
 ) -> None:
-    """Train to the end, from the last checkpoint if there is one; exit with code 130 if stopped earlier.
-
-    note: Returns a remark on a record, or None.
-    """
+    """Train to the end, from the last checkpoint if there is one; exit with code 130 if stopped earlier."""
     from nextn.train.metrics import event_log
 
     ranks, folder = trainer.ranks, trainer.folder.path

@@ -144,11 +144,8 @@ def list_files(source: Source) -> list[Path]:
     if path.is_file():
         return [path]
     files = (file for file in path.rglob("*") if file.is_file())
-    return sorted(file for file in files if not any(map(_is_hidden, file.relative_to(path).parts)))
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__pycache__"
+    hidden = re.compile(r"(?s)\..*|__pycache__")
+    return sorted(file for file in files if not any(map(hidden.fullmatch, file.relative_to(path).parts)))
 
 
 def partition_sources(sources: Sequence[Source]) -> tuple[list[Path], list[Source]]:

@@ -75,10 +75,7 @@ class TorchRounds:
         return self.verifier(predicted.logits, drafted.distributions, drafted.drafts, uniforms, seen=self.seen)
 
     def _draft_limits(self, most: int) -> list[int]:
-        """Return the largest number of drafts of this round, per sequence.
-
-        Each sequence is limited by its remaining tokens, and all by the context that is left to the longest one.
-        """
+        """Return the most drafts of each sequence: by its remaining tokens, and the context left to the longest one."""
         limit = self._within_block(most)
         if self.trunk.max_length is not None:
             limit = min(limit, self.trunk.max_length - max(map(len, self._tokens)))

@@ -25,10 +25,7 @@ def length_of(counts: Sequence[float]) -> float:
 
 
 def _least_width(counts: Sequence[float], num_texts: int) -> float:
-    """The half-width of the interval of AL if the rounds were independent, by the delta method: as of `proportion`.
-
-    counts: The sums of num_drafted and num_accepted by depth, one after the other.
-    """
+    """The half-width of the interval of AL if rounds were independent, by the delta method. counts: see `length_of`."""
     k = len(counts) // 2
     rates = conditional_rates(counts[k:], counts[:k])
     variance = 0.0

@@ -155,7 +155,6 @@ def advise(
 
 
 def _costs(model: Model, plan: BenchmarkPlan, batch: int, context: int) -> Costs:
-    """Measure costs of at most the plan's largest K."""
     k = plan.k_values[-1]
     return measure_costs(
         model, num_speculative_tokens=k, batch=batch, context=context, min_s=REPORT_S, backend=plan.backend

@@ -382,7 +382,6 @@ class _Scorer:
         )
 
     def _trunk_outputs(self, trunk: Trunk) -> list[TrunkOutput]:
-        """Return the states of all texts; computed once per stage."""
         if trunk.stage not in self._hiddens:
             self._hiddens[trunk.stage] = trunk_outputs(trunk, self.texts)
         return self._hiddens[trunk.stage]

@@ -29,10 +29,7 @@ BlockEvent = tuple[Literal["start", "more", "end"], Block, str]  # what happened
 
 
 class BlockAnswer:
-    """The blocks of one sequence.
-
-    parser: Splits its text; None: all of it is content.
-    """
+    """The blocks of one sequence. parser: Splits its text; None: all of it is content."""
 
     def __init__(self, request: GenerationRequest, parser: MessageParser | None, token_texts: TokenTexts) -> None:
         self.request, self.token_texts, self.id = request, token_texts, secrets.token_hex(12)

@@ -52,10 +52,7 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def create_app(engine: Engine, model: Model, options: ServerOptions) -> FastAPI:
-    """Return the ASGI application; `app.state.api` is its `Api`.
-
-    The application closes the engine in `Api.stop`.
-    """
+    """Return the ASGI application; `app.state.api` is its `Api`, whose `stop` closes the engine."""
     api = Api(engine, model, options)
     # No generated pages about the API: they load scripts from other sites.
     app = FastAPI(title="nextn", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)

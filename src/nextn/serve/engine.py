@@ -82,7 +82,8 @@ class ServingEngine:
 
     def _cancel(self, sequence: ServedSequence) -> None:
         sequence.is_cancelled = True
-        self._wake()
+        with self._changed:
+            self._changed.notify()
 
     def stats(self) -> EngineStats:
         stats, costs = replace(self._stats, is_measuring=not self._is_warm), self._costs
@@ -136,10 +137,6 @@ class ServingEngine:
         if note is not None and not self._has_noted_length:
             self._has_noted_length = True
             _LOG.warning("note: %s. Later requests are not noted", note)
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify()
 
     def _run(self) -> None:
         while not self._is_closed:

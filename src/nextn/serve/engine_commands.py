@@ -112,10 +112,7 @@ def _support(inventory: Inventory, engine: str) -> EngineSupport:
 
 
 def _has_no_state(config: Mapping[str, object]) -> bool:
-    """Whether a trunk of a family with linear attention has none, where llama.cpp allocates no state and asserts one.
-
-    ggml-backend.cpp: GGML_ASSERT(buffer) failed.
-    """
+    """Whether a trunk of a family with linear attention has none: llama.cpp asserts a state (GGML_ASSERT(buffer))."""
     types = config.get("layer_types")
     return "linear_num_value_heads" in config and isinstance(types, list) and "linear_attention" not in types
 

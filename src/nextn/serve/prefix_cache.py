@@ -70,10 +70,7 @@ class PrefixCache:
     """Blocks of prompts, in at most `max_bytes`."""
 
     def __init__(self, max_bytes: int, *, block_size: int = _BLOCK, block_bytes: int = 1) -> None:
-        """Create an empty cache.
-
-        block_size: Positions per block, a multiple of 32.
-        """
+        """Create an empty cache. block_size: Positions per block, a multiple of 32."""
         self.block_size, self.max_bytes, self.nbytes = block_size, max_bytes, 0
         self._block_bytes, self.max_positions = block_bytes, max_bytes // block_bytes * block_size
         self.num_queries = self.num_hits = 0  # prompt tokens looked up, and found

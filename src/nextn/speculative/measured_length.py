@@ -43,7 +43,6 @@ class AcceptanceEstimate:
     """The acceptance rate by depth, given that the drafts before it were accepted."""
 
     def __init__(self, max_speculative_tokens: int) -> None:
-        """Create an estimate without any observations."""
         self._drafted, self._accepted = ([0.0] * max_speculative_tokens for _ in range(2))
 
     def learn(self, num_draft_tokens: int, num_accepted: int) -> None:

@@ -279,10 +279,7 @@ def _computed(unit: nn.Module, deferred: DeferredInit | None, device: torch.devi
 
 
 def _units(trunk: Trunk, head: Head | None) -> Iterator[nn.Module]:
-    """The decoder layers of head and trunk; those of a deferred trunk are loaded, each when it is taken.
-
-    Those of a streamed trunk are not among them.
-    """
+    """The decoder layers of head and trunk, but a streamed one's; a deferred trunk's are loaded, each when taken."""
     yield from dict.fromkeys([] if head is None else head.layers)
     if not isinstance(trunk, StreamedTrunk):
         yield from trunk.loaded_layers() if isinstance(trunk, DeferredTrunk) else dict.fromkeys(trunk.decoder.layers)

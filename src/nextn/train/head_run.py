@@ -212,10 +212,7 @@ def _new_head(
 def _new_head_for_deferred(
     model: Model, checkpoint: Checkpoint, tokens: Tensor, *, num_modules: int, **options: Any
 ) -> tuple[Head, list[str]]:
-    """Do what `init_head` does for a trunk whose layers are loaded later, when they are sharded.
-
-    The trunk is streamed, so that only one of its layers is in memory at a time.
-    """
+    """Do what `init_head` does for a trunk whose layers are loaded when they are sharded: stream them, one by one."""
     streamed = Model.load(checkpoint, skip_head=True, stream=True).trunk
     streamed.stage = model.trunk.stage
     made, notes = init_head(model.family, streamed, tokens, num_modules=num_modules, **options)

@@ -82,7 +82,11 @@ def train_head(trainer: Trainer, source: str | Path | None = None, settings: Hea
     with torch.random.fork_rng():
         torch.manual_seed(trainer.args.seed)  # so that a fresh head is the same on every rank
         if settings.num_modules:
-            head = fresh_head(trainer, model, num_modules=settings.num_modules, trunk_class=trunk_class)
+            family, trunk = live_trunk(model, trunk_class=trunk_class)
+            tokens = _sample_tokens(trainer)[:, : trunk.max_length].to(trunk.device)
+            head, notes = init_head(family, trunk, tokens, num_modules=settings.num_modules)
+            for note in notes:
+                warnings.warn(note, stacklevel=2)
         else:
             head = load_head(_source(model, source), model, trunk_class=trunk_class)
     head.float().to(trainer.args.device)
@@ -95,19 +99,6 @@ def train_head(trainer: Trainer, source: str | Path | None = None, settings: Hea
     if trainer.model is not base:
         trainer.model.save_pretrained = partial(_save_adapters, trainer.model.save_pretrained, saved_head)
     _Hook(trainer, CotrainLoss(head, settings, partial(_autocast, trainer, head.trunk)), saved_head).attach()
-    return head
-
-
-def fresh_head(trainer: Trainer, model: PreTrainedModel, *, num_modules: int, trunk_class: type[Trunk]) -> Head:
-    """Initialize a head of `num_modules` modules for a Trainer's model, see `init_head`; its notes become warnings.
-
-    Raises ConfigError if the family allows fewer modules, or the Trainer has no training data.
-    """
-    family, trunk = live_trunk(model, trunk_class=trunk_class)
-    tokens = _sample_tokens(trainer)[:, : trunk.max_length].to(trunk.device)
-    head, notes = init_head(family, trunk, tokens, num_modules=num_modules)
-    for note in notes:
-        warnings.warn(note, stacklevel=3)
     return head
 
 
@@ -244,8 +235,8 @@ def _save_adapters(
 _Samples = tuple[Sequence[Mapping[str, object]], object]  # of a step, and the number of their labels
 
 
-class _Hook:
-    """Wrappers of the Trainer's methods; each calls the original as `inner`."""
+class _Hook(TrainerCallback):
+    """Wrappers of the Trainer's methods, each of which calls the original as `inner`; and what a step begins with."""
 
     def __init__(self, trainer: Trainer, cotrain: CotrainLoss, saved_head: CotrainedHead) -> None:
         self.trainer, self.cotrain, self.saved_head, self.head = trainer, cotrain, saved_head, cotrain.head
@@ -263,7 +254,7 @@ class _Hook:
         for wrapper in wrappers:
             name = wrapper.__name__
             setattr(self.trainer, name, partial(wrapper, getattr(self.trainer, name)))
-        self.trainer.add_callback(_Steps(self))
+        self.trainer.add_callback(self)
 
     def compute_loss(
         self,
@@ -362,7 +353,12 @@ class _Hook:
         inner()
         self.saved_head.read(Path(self.trainer.state.best_model_checkpoint))
 
-    def before_step(self) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        self.head.zero_grad()
+
+    on_step_end = on_train_begin
+
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         """Reduce and clip the head's gradient, between clipping of the model's and the optimizer step."""
         values = [value for value in self.head.parameters() if value.requires_grad]
         if self.trainer.accelerator.num_processes > 1:
@@ -377,20 +373,6 @@ class _Hook:
         step: int = state.global_step + 1
         every = state.logging_steps if args.logging_strategy == IntervalStrategy.STEPS else _MEASURED_EVERY
         return step % max(every, 1) == 0 or step == state.max_steps or (step == 1 and args.logging_first_step)
-
-
-class _Steps(TrainerCallback):
-    def __init__(self, hook: _Hook) -> None:
-        self.hook = hook
-
-    def on_train_begin(self, *_: object, **__: object) -> None:
-        self.hook.head.zero_grad()
-
-    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
-        self.hook.before_step()
-
-    def on_step_end(self, *_: object, **__: object) -> None:
-        self.hook.head.zero_grad()
 
 
 def _autocast(trainer: Trainer, trunk: Trunk) -> AbstractContextManager[object]:

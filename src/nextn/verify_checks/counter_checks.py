@@ -114,7 +114,6 @@ _REJECTED = "`nextn diagnose MODEL --engine {} --drive` says why; what passed sh
 
 
 def _run_counters(session: VerifySession, endpoint: Endpoint) -> Counters | None:
-    """The counts of this run."""
     return session.counters[endpoint.address].gained(session.greedy(endpoint))
 
 

@@ -120,10 +120,7 @@ class NativeDraftChain:
         sampled: bool,
         scratch: Scratch,
     ) -> None:
-        """Create a chain of passes that only write keys and values, and of passes over one position, see `NativeHead`.
-
-        `sampled`: drafts are sampled, not the argmax of their distributions.
-        """
+        """Create a chain of passes that only write keys and values, and of passes over one position (`NativeHead`)."""
         self.cache = cache
         self._runtime, self._scratch = runtime, scratch
         self._refresh_passes, self._step_passes = refresh_passes, step_passes
