@@ -32,11 +32,11 @@ def made_once(make: Callable[[Path], None], *key: object) -> Path:
     return folder
 
 
-def compiled(*more: Path) -> ctypes.CDLL:
-    """The runtime for a generic machine, without tiles or long vectors, and with additional sources."""
+def compiled(*more: Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The runtime for a generic machine, without tiles or long vectors, and with additional sources and flags."""
 
     sources = [*more, *sorted(_SOURCES.glob("*.cpp"))]
-    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", f"-I{_SOURCES}"]
+    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", *flags, f"-I{_SOURCES}"]
 
     def make(folder: Path) -> None:
         compiler = os.environ.get("CXX", "g++")

@@ -4,7 +4,6 @@ import ctypes
 import gc
 import inspect
 import re
-import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,7 +109,7 @@ def test_an_empty_program_stops_nobody():
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> ctypes.CDLL:
     """The runtime with the ops of meeting.cpp, which show when workers pass a barrier."""
-    return compiled(Path(__file__).parent / "meeting.cpp")
+    return compiled(Path(__file__).parent / "meeting.cpp", flags=("-DNEXTN_TEST_CLOCK",))
 
 
 @pytest.mark.slow
@@ -121,7 +120,7 @@ def test_a_barrier_between_calls(library, threads):
     stamps, missed = (torch.zeros(threads, dtype=torch.int64) for _ in range(2))
     program = Program(runtime)
     for late in range(threads):
-        assert program.add("come_late", [stamps], [late, late + 1])
+        assert program.add("come_late", [stamps, missed], [late, late + 1, 20])
         assert program.add("all_came", [stamps, missed], [late + 1])
     program.run()
     assert missed.tolist() == [0] * threads
@@ -133,16 +132,16 @@ def test_one_worker_runs_alone_while_another_is_not_scheduled(library):
     runtime = Runtime(library, 2)
     stamps = torch.zeros(2, dtype=torch.int64)
 
-    def run(late, stamp):
+    def run(late, stamp, after_ms=0):
+        library.pass_time(after_ms)
         program = Program(runtime)
-        assert program.add("come_late", [stamps], [late, stamp])
+        assert program.add("stall", [stamps], [late, stamp])
         program.run()
         return stamps.tolist()
 
     assert run(late=1, stamp=1) == [1, 1]  # the caller waited for 20 ms
     assert run(late=-1, stamp=2) == [2, 1]
-    time.sleep(0.2)
-    assert run(late=-1, stamp=3) == [3, 3]
+    assert run(late=-1, stamp=3, after_ms=200) == [3, 3]
     runtime = Runtime(library, 2)
     assert run(late=0, stamp=4) == [4, 4]  # the caller itself was slow: it would be no faster alone
     assert run(late=-1, stamp=5) == [5, 5]
@@ -155,7 +154,8 @@ def test_sharded_calls_need_no_barrier(library, threads, shards):
     runtime = Runtime(library, threads)
     stamps, missed = (torch.zeros(threads, dtype=torch.int64) for _ in range(2))
     program = Program(runtime)
-    assert program.add("come_late", [stamps], [0, 1])
+    wait_ms = 20 if shards % threads else 10_000  # the first waits until the others, which may not, have gone on
+    assert program.add("come_late", [stamps, missed], [0, 1, wait_ms])
     assert program.add("all_came", [stamps, missed], [1], num_shards=shards)
     program.run()
     assert bool(missed[1:].all()) == (shards % threads == 0)
