@@ -36,9 +36,9 @@ from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.evaluation import heldout_acceptance
 from nextn.train.head_task import HeadTask
 from nextn.train.init_head import init_head
-from nextn.train.joint_run import by_name
 from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer
+from nextn.train.recipes import by_name
 
 DEPTHS = 8
 

@@ -21,8 +21,8 @@ from nextn.data.corpus import Corpus
 from nextn.data.sources import load_corpora
 from nextn.demo import DecodedPair, decode_model
 from nextn.model.model import Model
-from nextn.train.joint_run import held_out_prompts
 from nextn.train.metrics import bits
+from nextn.train.recipes import held_out_prompts
 
 TEXTS = Path(__file__).with_name("shipped")  # the card's template and a license
 COMMAND = "nextn train runs/tiny --recipe tiny"

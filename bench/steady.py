@@ -18,7 +18,7 @@ from nextn.decoding.rounds import rounds
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.settings import Settings
-from nextn.train.joint_run import held_out_prompts
+from nextn.train.recipes import held_out_prompts
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ from record import write_record
 
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.corpus import Corpus, standard_library
-from nextn.train.joint_run import Recipe, by_name
 from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer
+from nextn.train.recipes import Recipe, by_name
 
 
 def flops_per_token(trainer: Trainer, depths: int) -> float:

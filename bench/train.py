@@ -46,9 +46,9 @@ from nextn.model.model import Model
 from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.head_run import StartingPoint, load_starting_point
 from nextn.train.head_task import HeadTask
-from nextn.train.joint_run import byte_model
 from nextn.train.joint_task import Example, JointTask
 from nextn.train.loop import Trainer
+from nextn.train.recipes import byte_model
 
 LAYERS, WIDTH = 6, 256
 SQUARE = 2048  # rows of the matrices whose product has the rate that steps are compared with

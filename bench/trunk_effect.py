@@ -37,10 +37,10 @@ from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.stats.intervals import Estimate, paired_difference
 from nextn.train.evaluation import teacher_forced_figures
-from nextn.train.joint_run import by_name, byte_model
 from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer
 from nextn.train.metrics import StepRecord
+from nextn.train.recipes import by_name, byte_model
 
 OUT = Path(__file__).with_name("results") / "trunk-effect.json"
 VOCABULARY, SEEDS, DEPTHS = 264, 3, (1, 3)

@@ -7,7 +7,7 @@ from generated import write
 
 from nextn.audit_rules.findings import ENGINES as NAMES
 from nextn.family_table import ENGINES, WITHHELD, EngineSupport, Family, disagreements, rows, separate_rows
-from nextn.family_table.conventions import VERSIONS, named
+from nextn.family_table.engine_versions import VERSIONS, named
 from nextn.family_table.rows import EVERYWHERE
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nextn.checkpoint.draft_models import standalone
-from nextn.family_table import WITHHELD, Family, by_name, conventions, rows
+from nextn.family_table import WITHHELD, Family, by_name, engine_versions, rows
 
 RECORD = Path(__file__).with_suffix(".json")
 _SGLANG_CLASS = re.compile(r"\w*(?:MTP|NextN|Eagle3?|DFlash|DSpark|Assistant)\w*")
@@ -22,7 +22,7 @@ _SKIPPED = re.compile(r"_keys_to_ignore_on_load_unexpected = \[[^\]]*(?:mtp|next
 _COUNTED = re.compile(r"^\s+num_mtp_layers\s*[:=] ?(?!AttributeError)", re.M)
 
 # Of the packages whose lines the rows cite, and what such a line says: a class, a pattern of names, a mapping.
-VERSIONS = {engine: conventions.VERSIONS[engine] for engine in ("vllm", "sglang", "transformers")}
+VERSIONS = {engine: engine_versions.VERSIONS[engine] for engine in ("vllm", "sglang", "transformers")}
 _SAYS = re.compile(r"mtp|nextn|multi_?token|eagle|assistant|_keys_to_ignore|^class |^\s*mapping|: \[$", re.I)
 
 # Registered, and neither a row nor a kind of draft model: why.

@@ -6,7 +6,7 @@ from tiny import build, prompt
 
 from nextn.losses.mtp_loss import Targets, mtp_loss
 from nextn.model.lm_head_columns import lm_head_weights
-from nextn.train.joint_task import checkpoint_layers
+from nextn.train.layer_inputs import checkpoint_layers
 
 
 def gradients(model, tokens):

@@ -9,13 +9,14 @@ from quick import loop
 from tiny import CONFIGS, build
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from nextn.cache.attention_layer import chain_mask, packed
+from nextn.cache.attention_layer import packed
+from nextn.cache.rollout_cache import chain_mask
 from nextn.model.model import Model
 from nextn.train.config import TrainConfig
 from nextn.train.cotrain import CotrainLoss, HeadSettings, targets_of
 from nextn.train.cpu_attention import CPU_ATTENTION, attend, cpu_attention, use_cpu_attention
-from nextn.train.joint_run import byte_model
 from nextn.train.joint_task import prepare_layers
+from nextn.train.recipes import byte_model
 
 LAYER = SimpleNamespace(num_key_value_groups=2, training=True)
 DOCUMENTS = torch.tensor([[0] * 20 + [1] * 17 + [2] * 3, [0] * 39 + [1]])

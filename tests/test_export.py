@@ -21,7 +21,7 @@ from nextn.checkpoint.provenance import open_head, trunk_family
 from nextn.edit.export import as_text, export
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import rows
-from nextn.family_table.conventions import RUN
+from nextn.family_table.engine_versions import RUN
 from nextn.model.model import Model
 from nextn.serve.engine_commands import (
     ENGINES,

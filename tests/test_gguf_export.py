@@ -29,7 +29,7 @@ from nextn.edit.gguf_export import write_gguf
 from nextn.edit.gguf_import import convert_gguf
 from nextn.edit.gguf_tokenizer import copy_tokenizer
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.family_table.conventions import RUN
+from nextn.family_table.engine_versions import RUN
 from nextn.model.model import Model
 from nextn.train.head_run import prepare_head_run
 

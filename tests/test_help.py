@@ -20,7 +20,8 @@ from nextn import text_format
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import SHIPPED, SHIPPED_HEAD, Checkpoint, shipped_path
 from nextn.checkpoint.demo_model import NAME
-from nextn.cli import COMMANDS, app
+from nextn.cli import app
+from nextn.cli.commands import COMMANDS
 from nextn.errors import CheckpointError, FamilyError
 from nextn.family_table import by_config, rows, separate_rows, withheld
 from nextn.family_table.search import families

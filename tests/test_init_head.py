@@ -19,7 +19,8 @@ from nextn.model.trunk import Trunk
 from nextn.train import init_head as module
 from nextn.train.config import HeadConfig
 from nextn.train.head_run import _large_vocabulary
-from nextn.train.init_head import init_head, measure_layers
+from nextn.train.init_head import init_head
+from nextn.train.layer_inputs import measure_layers
 
 TOKENS = torch.tensor([prompt(24, seed=row) for row in range(4)])
 

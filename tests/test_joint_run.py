@@ -18,8 +18,9 @@ from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.train.config import TrainConfig
 from nextn.train.evaluation import BestTracker
-from nextn.train.joint_run import by_name, held_out_prompts, prepare_joint_run, write_prompts
+from nextn.train.joint_run import prepare_joint_run
 from nextn.train.joint_task import JointTask
+from nextn.train.recipes import by_name, held_out_prompts, write_prompts
 
 SMALL = {
     "steps": 3,

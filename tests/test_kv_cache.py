@@ -6,8 +6,9 @@ from quick import REPRESENTATIVES, families, loop
 from tiny import BUILDS, CONFIGS, build
 from transformers.cache_utils import DynamicCache
 
-from nextn.cache.attention_layer import AttentionLayer, Starts, chain_mask, write_each, write_indexed
+from nextn.cache.attention_layer import AttentionLayer, Starts, write_each, write_indexed
 from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
+from nextn.cache.rollout_cache import chain_mask
 from nextn.errors import ConfigError, RollbackError
 from nextn.model.layer_types import LayerType
 from nextn.model.trunk import Trunk

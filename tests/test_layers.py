@@ -35,7 +35,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 69_038
+LINE_BUDGET = 69_117
 OPTION_BUDGET = 260  # of all commands
 ANY_BUDGET = 42  # values of which mypy checks nothing; JSON is `JsonObject` or `JsonDict`, which say it once
 # fmt: off
@@ -144,7 +144,7 @@ def test_one_file_imports_transformers_models():
         if path.stem not in ("transformers_loading", "layer_loader"):
             models = r"^\s*(from|import) .*(AutoModelFor|\.modeling_(?!rope_utils)|transformers\.models)"
             assert not re.search(models, text, re.M), path
-        caches = ("layer_types", "attention_layer", "kv_cache", "recurrent", "family_caches")
+        caches = ("layer_types", "attention_layer", "kv_cache", "recurrent", "rollout_cache", "family_caches")
         if path.stem not in (*caches, "trace_hooks"):
             assert "cache_utils" not in text
 

@@ -8,7 +8,8 @@ from replays import fast_of
 from tiny import BUILDS, MOST, build, decode, prompt
 
 from nextn.decoding.batch import DecodingBatch
-from nextn.decoding.rounds import prompt_groups, rounds
+from nextn.decoding.prompt_groups import prompt_groups
+from nextn.decoding.rounds import rounds
 from nextn.model.trunk import Trunk
 from nextn.settings import Sampling, Settings
 

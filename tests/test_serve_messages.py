@@ -13,8 +13,8 @@ from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.decoding.records import SequenceRound
 from nextn.model.model import Model
 from nextn.serve.answer_blocks import BlockAnswer
+from nextn.serve.conversations import without_later
 from nextn.serve.request import GenerationChunk, GenerationRequest
-from nextn.serve.request_builder import without_later
 from nextn.serve.token_sampler import TokenTexts
 
 USER = {"role": "user", "content": "hi"}

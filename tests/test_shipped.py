@@ -22,7 +22,7 @@ from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.settings import Settings
 from nextn.stats.acceptance import Acceptance
-from nextn.train.joint_run import by_name
+from nextn.train.recipes import by_name
 
 CARD = (SHIPPED / "README.md").read_text()
 PROMPTS = [list(prompt.text[:96]) for prompt in read_prompts(SHIPPED / "prompts.jsonl")]

@@ -257,7 +257,7 @@ def _train_joint(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bo
 def _run_joint(
     run: "JointRun", out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool
 ) -> None:
-    from nextn.train.joint_run import write_prompts
+    from nextn.train.recipes import write_prompts
     from nextn.train.run_options import write_options, write_result
 
     _check_folder(out, ranks, resume=resume)  # again, as another process may have written to it since
@@ -290,7 +290,7 @@ def _train_head(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: boo
 def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
     from nextn.model.layer_states import remove_states
     from nextn.train.head_run import INIT_STATES
-    from nextn.train.joint_run import write_prompts
+    from nextn.train.recipes import write_prompts
     from nextn.train.run_options import write_options, write_result
 
     _check_folder(out, ranks, resume=resume)  # again, as another process may have written to it since

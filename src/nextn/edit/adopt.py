@@ -21,7 +21,8 @@ from nextn.checkpoint.provenance import GENERIC, misfits, open_head, record_trai
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.edit.compatibility import absent
 from nextn.edit.execute import carry_out
-from nextn.edit.plan import EditPlan, Piece, Progress, changes, divide, index_document, quiet, refuse_links, visible
+from nextn.edit.links import refuse_links
+from nextn.edit.plan import EditPlan, Piece, Progress, changes, divide, index_document, quiet, visible
 from nextn.errors import CheckpointError, FamilyError, NextnError
 from nextn.family_table import by_name
 from nextn.text_format import some

@@ -20,6 +20,7 @@ from nextn.edit.compatibility import ABOUT_HEAD, SIZES, quantized_without
 from nextn.edit.execute import carry_out
 from nextn.edit.expert_pieces import in_form, prune, superseded, trunk_in_form, with_num_experts
 from nextn.edit.find_head import find_head, layout_differences
+from nextn.edit.links import refuse_links
 from nextn.edit.norm_shift import NormWeightShift, shifted, stores_less_one
 from nextn.edit.plan import (
     EditPlan,
@@ -30,7 +31,6 @@ from nextn.edit.plan import (
     divide,
     index_document,
     quiet,
-    refuse_links,
     visible,
     with_config,
 )

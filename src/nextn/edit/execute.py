@@ -16,7 +16,8 @@ from nextn.checkpoint.checkpoint import CHUNK, INDEX, SINGLE, Checkpoint
 from nextn.checkpoint.remote import ByteSource, LocalFile, folder_files, readable
 from nextn.checkpoint.safetensors_file import Header, RawTensor, TensorInfo, read_header, write_json, write_safetensors
 from nextn.checkpoint.staging_folder import staged
-from nextn.edit.plan import EditPlan, Piece, Progress, all_files, into_new_folder, new_folder, quiet, refuse_links
+from nextn.edit.links import all_files, refuse_links
+from nextn.edit.plan import EditPlan, Piece, Progress, into_new_folder, new_folder, quiet
 from nextn.errors import CheckpointError
 from nextn.text_format import some
 

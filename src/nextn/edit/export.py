@@ -1,6 +1,6 @@
 """Write a head that was added to a model for an engine, with the command that serves it beside the unchanged trunk.
 
-Facts about engines: those in `conventions.RUN` were run with such heads; SGLang was read, not run.
+Facts about engines: those in `engine_versions.RUN` were run with such heads; SGLang was read, not run.
 """
 
 import json
@@ -24,7 +24,7 @@ from nextn.edit.plan import EditPlan, Files, Piece, new_folder
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import REPEATED_FIELD, Family, find, lookup
-from nextn.family_table.conventions import NAMES, RUN, named
+from nextn.family_table.engine_versions import NAMES, RUN, named
 from nextn.text_format import docs_page, joined
 
 ENGINES = tuple(NAMES)

@@ -10,7 +10,8 @@ from nextn.checkpoint.file_index import FileIndex, file_index, lost_files, mixed
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trunk_family
 from nextn.edit.execute import carry_out
-from nextn.edit.plan import FIRST_SHARD, EditPlan, Files, Progress, free_name, index_document, quiet, refuse_links
+from nextn.edit.links import refuse_links
+from nextn.edit.plan import FIRST_SHARD, EditPlan, Files, Progress, free_name, index_document, quiet
 from nextn.errors import CheckpointError, ConfigError
 from nextn.family_table import Family
 from nextn.text_format import counted, some

@@ -24,6 +24,7 @@ from nextn.checkpoint.provenance import (
 from nextn.checkpoint.quantization import QuantConfig, is_mlx
 from nextn.edit.compatibility import ABOUT_HEAD, absent, quantized_without, refuse_misfit
 from nextn.edit.execute import carry_out
+from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
     EditPlan,
     Files,
@@ -33,7 +34,6 @@ from nextn.edit.plan import (
     divide,
     index_document,
     quiet,
-    refuse_links,
     visible,
     with_config,
 )

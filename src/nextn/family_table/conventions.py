@@ -1,18 +1,7 @@
-"""The values that a family row can have, what an engine does with the head, and the engines' versions. No torch."""
+"""The values that a family row can have, and what an engine does with the head. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
-
-# Of each engine that commands are printed for: its name, the version whose code was read, and the one that was run.
-NAMES = {"vllm": "vLLM", "sglang": "SGLang", "transformers": "transformers", "llama.cpp": "llama.cpp"}
-VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23", "transformers": "5.23.0", "llama.cpp": "0c1e57098"}
-RUN = {"vllm": "0.32.0", "transformers": "5.23.0", "llama.cpp": "0c1e57098"}  # see docs/benchmarks/engines.md
-
-
-def named(engine: str) -> str:
-    """Return the engine's name with the version that was read, such as vLLM 0.33.0."""
-    return f"{NAMES[engine]} {VERSIONS[engine]}"
-
 
 # Hidden state after or before the final norm, or a hyper-connection model's residual streams, not yet collapsed.
 Stage = Literal["post", "pre", "streams"]

@@ -11,9 +11,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nextn.cache.attention_layer import RolloutCache, chain_mask, packed
+from nextn.cache.attention_layer import packed
 from nextn.cache.family_caches import PerSequenceCache
 from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
+from nextn.cache.rollout_cache import RolloutCache, chain_mask
 from nextn.errors import ConfigError
 from nextn.family_table import Family
 from nextn.model.family_layers import broadcast_to_streams, collapse_streams

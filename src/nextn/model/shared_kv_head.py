@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from nextn.cache.attention_layer import RolloutCache, causal, packed
+from nextn.cache.attention_layer import causal, packed
 from nextn.cache.family_caches import TrunkKV
 from nextn.cache.kv_cache import KVCache
+from nextn.cache.rollout_cache import RolloutCache
 from nextn.errors import FamilyError
 from nextn.family_table import Family
 from nextn.model.head import Head, HeadStep, MTPLayer, check_depths

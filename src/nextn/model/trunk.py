@@ -29,7 +29,6 @@ from nextn.family_table import Stage
 from nextn.model.family_layers import freeze_indexers, remove_unused_experts
 from nextn.model.layer_types import (
     LayerType,
-    check_blocks,
     context_length,
     layer_types_of,
     masks_of,
@@ -37,6 +36,7 @@ from nextn.model.layer_types import (
 )
 from nextn.model.logits import logits_of
 from nextn.model.packed_linear import LazyTensor
+from nextn.model.recurrent_check import check_blocks
 from nextn.model.transformers_loading import model_from_config, model_from_folder
 from nextn.text_format import docs_page
 

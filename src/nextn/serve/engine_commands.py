@@ -18,7 +18,7 @@ from nextn.checkpoint.quantization import is_mlx
 from nextn.edit.adopt import engines_after_adopting
 from nextn.errors import CheckpointError, ConfigError
 from nextn.family_table import EngineSupport
-from nextn.family_table.conventions import NAMES, named
+from nextn.family_table.engine_versions import NAMES, named
 from nextn.text_format import joined
 
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "llamacpp"}  # as in --print -> as in the family rows

@@ -10,10 +10,10 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 from nextn.bounded_json import JsonDict
 from nextn.serve.answer_blocks import Block, BlockRouteAnswer
 from nextn.serve.api_errors import ApiError
+from nextn.serve.conversations import merge_leading
 from nextn.serve.message_parser import MessageParser
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationChunk, GenerationRequest
-from nextn.serve.request_builder import merge_leading
 from nextn.serve.request_model import ListOf, RequestModel, parse_request
 from nextn.serve.responses import Json
 from nextn.serve.schemas import ChatRequest, FunctionTool, Name, SamplingFields, SchemaFormat, TextPart

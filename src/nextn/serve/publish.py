@@ -19,7 +19,7 @@ from nextn.checkpoint.remote import ADVICE
 from nextn.checkpoint.snapshot import folder_of
 from nextn.edit.export import draft_command
 from nextn.errors import CheckpointError, ConfigError
-from nextn.family_table.conventions import NAMES, named
+from nextn.family_table.engine_versions import NAMES, named
 from nextn.serve.engine_commands import ENGINES, engine_commands
 
 CARD = "README.md"

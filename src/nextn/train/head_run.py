@@ -23,7 +23,7 @@ from nextn.data.sources import load_corpora
 from nextn.devices import training_dtype
 from nextn.edit.execute import num_copied
 from nextn.edit.gguf_export import refuse_trunk
-from nextn.edit.plan import refuse_links
+from nextn.edit.links import refuse_links
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError, NextnError, TrainingError
 from nextn.family_table import by_config, by_name, find, fitted

@@ -4,17 +4,15 @@ A task provides examples, losses, evaluations and the weights of a checkpoint. T
 knows no optimizer and no run folder.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from nextn.cache.kv_cache import CACHE_ARGUMENT
 from nextn.checkpoint.provenance import record_training
 from nextn.data.batches import Batch, Batches
 from nextn.data.corpus import Corpus
@@ -28,6 +26,7 @@ from nextn.train.config import TrainConfig
 from nextn.train.cpu_attention import use_cpu_attention
 from nextn.train.distributed import ALONE, JointModule, Ranks, shard, shard_like, unsharded
 from nextn.train.evaluation import decoded_figures, teacher_forced_figures
+from nextn.train.layer_inputs import checkpoint_layers
 from nextn.train.metrics import EvalRecord, Evaluation, HeadRecord, OnEvaluation, unseen
 
 
@@ -287,28 +286,6 @@ def prepare_layers(model: Model, config: TrainConfig) -> None:
     if config.compile:
         for layer in layers:
             layer.compile()
-
-
-def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
-    """Make each layer recompute its activations in the backward pass; gradients are unchanged.
-
-    Call it before compiling layers. Layers that are already wrapped are skipped.
-    """
-    for layer in layers:
-        if not isinstance(layer.forward, _Checkpointed):
-            layer.forward = _Checkpointed(layer.forward)
-
-
-class _Checkpointed:
-    """Replaces the `forward` of one layer."""
-
-    def __init__(self, forward: Callable[..., object]) -> None:
-        self.forward = forward
-
-    def __call__(self, *args: object, **kwargs: Any) -> object:
-        if not torch.is_grad_enabled() or kwargs.get(CACHE_ARGUMENT) is not None:
-            return self.forward(*args, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
 
 
 def _parameters(model: Model) -> Iterator[tuple[str, nn.Parameter]]:

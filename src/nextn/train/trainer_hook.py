@@ -34,7 +34,7 @@ from nextn.text_format import some
 from nextn.train.cotrain import CotrainLoss, DetachedTrunk, HeadSettings, RunningFigures, model_inputs, targets_of
 from nextn.train.head_files import write_head
 from nextn.train.init_head import init_head
-from nextn.train.joint_task import checkpoint_layers
+from nextn.train.layer_inputs import checkpoint_layers
 
 # Sample of the training data on which the trunk's residual stream is measured.
 _ROWS, _TOKENS = 8, 256
