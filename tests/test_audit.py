@@ -81,6 +81,14 @@ def widen(pattern):
     return change
 
 
+def as_mlx(table, layers=(0, 1, 2)):
+    """kv_b_proj as MLX's loaders split it, per attention head."""
+    for stem in [f"model.layers.{layer}.self_attn" for layer in layers]:
+        drop(rf"{stem}\.kv_b_proj")(table)
+        put(f"{stem}.embed_q.weight", (4, 16, 8))(table)
+        put(f"{stem}.unembed_out.weight", (4, 8, 16))(table)
+
+
 HEAD = r"^model\.layers\.2\."
 GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
@@ -179,6 +187,10 @@ BROKEN = {
             drop(r"^model.*mlp\.(gate|up)_proj")(table),
             *(put(f"model.layers.{layer}.mlp.gate_up_proj.weight", (4 * H, H))(table) for layer in range(LAYERS)))},
         r"2 tensors .*fused projections"),
+    "kv_b_proj as MLX splits it": (
+        "names-foreign", "error", "glm4_moe_lite", {"change": as_mlx}, "3 tensors .* MLX.* such as .*embed_q"),
+    "a published head beside MLX's trunk": (
+        "names-foreign", "error", "glm4_moe_lite", {"change": partial(as_mlx, layers=(0, 1))}, "2 tensors .* MLX"),
     "fused experts transposed": (
         "shape", "error", "qwen3_5_moe", {"change": lambda table: (
             drop("^mtp.*experts")(table), put("mtp.layers.0.mlp.experts.gate_up_proj", (4, H, 32))(table),

@@ -11,6 +11,7 @@ import pytest
 from artifacts import LAYERS, LAYOUTS, load_json, publish, tensors
 from quick import families, loop, others_slow
 from races import ROUNDS, race
+from test_audit import as_mlx
 from test_checkpoint_quantization import SECTIONS
 from test_remote import Hub
 
@@ -715,6 +716,34 @@ def test_a_head_elsewhere_is_replaced_with_its_copies(tmp_path):
 def without_layer_1(table):
     for name in [each for each in table if each.startswith("model.layers.1.")]:
         del table[name]
+
+
+def test_lists_get_the_entries_of_the_head(tmp_path):
+    """Exports cut the lists of layers to the trunk's, and engines look the head's entries up by number."""
+    lists = {"layer_types": ["full_attention", *["sliding_attention"] * 4], "rope_theta": [5e6, 1e4, 1e4, 1e4, 1e4]}
+    base = publish(tmp_path / "base", "step3p5", modules=3, config=lists)
+    own = {"layer_types": lists["layer_types"][:2], "rope_theta": [1e6, 1e4], "eos_token_id": [2, 3, 4]}
+    target = lost(tmp_path / "target", "step3p5", modules=3, config=own)
+    nextn.restore(target, base)
+    config = load_json(target / CONFIG)
+    assert {key: config[key] for key in own} == own | {
+        "layer_types": lists["layer_types"], "rope_theta": [1e6, 1e4, 1e4, 1e4, 1e4]
+    }  # fmt: skip
+    write_json(target / CONFIG, {"text_config": {**config, **own}, "model_type": "step3p7"})
+    (found,) = (each for each in audit(Checkpoint.open(target)).findings if each.severity != "note")
+    assert (found.rule, found.place) == ("config-contradicts", "config.json: layer_types")
+    nextn.restore(target, base, force=True)
+    assert load_json(target / CONFIG)["text_config"]["layer_types"] == lists["layer_types"]
+    assert audit(Checkpoint.open(target)).clean
+
+
+def test_a_record_beside_names_of_other_programs(tmp_path):
+    """What is recorded is of the names that are stored: their kind is the one finding."""
+    base = publish(tmp_path / "base", "glm4_moe_lite")
+    target = publish(tmp_path / "target", "glm4_moe_lite", change=partial(as_mlx, layers=(0, 1)))
+    nextn.restore(target, base, force=True)
+    found = [each.rule for each in audit(Checkpoint.open(target)).findings if each.severity != "note"]
+    assert found == ["names-foreign"]
 
 
 def test_fp8_head_elsewhere(tmp_path):

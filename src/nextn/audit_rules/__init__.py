@@ -167,15 +167,17 @@ def audit_checkpoint(
     inventory = Inventory.of(plain, family=family) if foreign else stored
     all_values = AllValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
     alike = shapes.comparable(inventory)
+    # Which engines run the family says nothing about a head whose names they do not map.
+    unmapped = inventory.modules != stored.modules
     bound: dict[Rule, Rule] = {
         structure.structure: lambda _: structure.structure(alike),
         shapes.shape: lambda _: shapes.shape(alike),
         values.values: partial(values.values, all_values=all_values),
+        # A record is of the names that are stored.
+        values.head_stale: lambda _: values.head_stale(inventory if unmapped else stored),
         separate.separate: partial(separate.separate, trunk=trunk),
         engines.engine_support: partial(engines.engine_support, trunk=trunk),
     }
-    # Which engines run the family says nothing about a head whose names they do not map.
-    unmapped = inventory.modules != stored.modules
     rules = [bound.get(rule, rule) for rule in RULES if not (unmapped and rule is engines.engine_support)]
     hidden = _hidden(inventory, foreign)
     findings = [*structure.names_foreign(checkpoint.path, kinds)] + [

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
 
-from nextn.audit_rules.findings import Finding
+from nextn.audit_rules.findings import Finding, restore
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.bounded_json import JsonDict, short_repr
 from nextn.checkpoint.checkpoint import CONFIG
@@ -77,6 +77,9 @@ ACCEPTED = {
         "ernie4_5_vl_moe", "longcat_flash", "nemotron_h", "step3p5", "step5", "hy_v3",
     },
 }  # fmt: skip
+# Lists whose entries for the head's layers engines look up by the layers' numbers, and fail (vLLM) or take those of
+# full attention (llama.cpp) without. Step: vLLM, models/step3p5.py; llama.cpp, conversion/step3.py.
+_OF_HEAD = dict.fromkeys(("step3p5", "step5"), ("layer_types", "partial_rotary_factors", "rope_theta"))
 
 
 def config_claims(inventory: Inventory) -> Iterator[Finding]:
@@ -86,6 +89,7 @@ def config_claims(inventory: Inventory) -> Iterator[Finding]:
         return
     yield from _no_sizes(config, {field for field, names in ACCEPTED.items() if inventory.family.name in names})
     yield from _no_dtype(config)
+    yield from _no_entries(inventory, config)
     if inventory.trunk_lost:  # what no layer has may be in a file that is absent
         return
     reported: set[str] = set()
@@ -126,6 +130,25 @@ def _no_dtype(config: Mapping[str, object]) -> Iterator[Finding]:
         value = config.get(field)
         if isinstance(value, str) and not re.fullmatch(r"b?float16|float(32|64|8_\w+)?|half|double|u?int\d+", value):
             yield _of_type(field, value, "The name of a dtype in torch, such as bfloat16.")
+
+
+def _no_entries(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Finding]:
+    """Report lists of layers that end with the trunk's where engines look up the head's."""
+    count = inventory.num_layers + len(inventory.modules)
+    if "mtp_layer_types" in config:  # as transformers writes them
+        return
+    lists = {field: config.get(field) for field in _OF_HEAD.get(inventory.family.name, ())}
+    short = [field for field, entries in lists.items()
+             if isinstance(entries, list) and inventory.num_layers <= len(entries) < count]  # fmt: skip
+    if short:
+        yield Finding(
+            "config-contradicts", "error", f"{CONFIG}: {short[0]}",
+            f"{joined(short)} in {CONFIG} end{'s' * (len(short) == 1)} with the trunk's {inventory.num_layers} layers, "
+            f"and the MTP layer{'s have' if len(inventory.modules) > 1 else ' has'} no entry: vLLM fails, and "
+            "llama.cpp takes full attention.",
+            f"{count} entries, as in the published {CONFIG}.",
+            f"Add the published entries, or run `{restore(inventory, force=True)}`, which takes them with the head.",
+        )  # fmt: skip
 
 
 def _layers(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Claim]:

@@ -243,8 +243,8 @@ def _of_logical_weights(inventory: Inventory) -> Inventory:
 
 
 def _comparable(info: TensorInfo, like: TensorInfo) -> bool:
-    """Whether both are stored alike; packed weights have other shapes."""
-    if 0 in (*info.shape, *like.shape):  # of packed weights that cannot be read
+    """Whether both are stored alike; packed weights have other shapes, and MLX's split kv_b_proj other dimensions."""
+    if 0 in (*info.shape, *like.shape) or len(info.shape) != len(like.shape):  # 0: of packed ones that cannot be read
         return False
     return like.dtype == info.dtype or (unpacked(like) and unpacked(info))
 

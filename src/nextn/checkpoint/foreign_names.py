@@ -5,7 +5,7 @@ layers/fused_moe/routed_experts.py; ModelOpt, torch/quantization; Megatron-LM, c
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,7 +23,8 @@ class ForeignNames:
     """One kind of such names."""
 
     pattern: re.Pattern[str]
-    plain: str  # what takes the matched part's place in the name of a checkpoint; "\0": the tensor has no other name
+    # What takes the matched part's place in the name of a checkpoint; "\0": the tensor has no other name.
+    plain: str | Callable[[re.Match[str]], str]
     what: str
     remedy: str
     in_engine: bool = False  # names of an engine's memory, which some families have in their files
@@ -101,6 +102,11 @@ KINDS = (
             r".*(?:\.(?:linear_qkv|linear_fc[12]|linear_proj|transformer_layer\.self_attention)"
             r"|(?:\bmtp\.layers\.\d+|^\d+\.block(?:\.\d+)?)\.mtp_model_layer)\..+"),
         "\0", "Megatron-LM's names", "Export the model to the Hugging Face layout (Megatron-Bridge, mbridge)."),
+    ForeignNames(  # mlx_lm/models/deepseek_v3.py and others, sanitize
+        re.compile(r"(?<=\.)(?:embed_q|unembed_out)(?=\.(?:weight|scales|biases)$)"),
+        lambda part: "kv_b_proj" if part[0] == "embed_q" else "\0", "MLX, which splits kv_b_proj in two",
+        "MLX's programs need no change; for other engines, take the model that it was converted from.",
+        effect="MLX's programs alone read them"),
     ForeignNames(
         re.compile(r"^blk\.\d+\.ffn_\w+_exps\.\d+\.numa\..+"), "\0", "KTransformers' experts for processors",
         "Give the model that they were made from; these are for `--kt-weight-path` beside it.",

@@ -340,6 +340,7 @@ def _configs(dst: Inventory, src: Inventory, fresh: Mapping[str, Piece], count: 
     config: Mapping[str, object] = edited.pop(CONFIG, dst.checkpoint.config)
     count_fields = dst.family.count_fields if dst.family.counted_in(config) else ()
     config = _with_fields(config, src.checkpoint.config, count_fields)
+    config = _with_entries(config, src.checkpoint.config, dst.num_layers, count)
     if dst.family.num_modules(config) != count:
         config = dst.family.with_count(config, count)
     repeated = lookup(src.checkpoint.config, REPEATED_FIELD)
@@ -362,6 +363,21 @@ def _with_fields(
     if nested and new[1]:
         return {**config, **new[0], text_key(config): {**nested, **new[1]}}
     return {**config, **new[0], **new[1]}
+
+
+def _with_entries(
+    config: Mapping[str, object], base: Mapping[str, object], num_layers: int, count: int
+) -> dict[str, object]:
+    """Return `config` with the head's entries of the base's lists of layers where it has the trunk's alone."""
+    inner, key = text_config(config), text_key(config)
+    level = inner if inner else config
+    more = {
+        field: [*entries, *all_entries[num_layers:]]
+        for field, entries in level.items()
+        if isinstance(entries, list) and len(entries) == num_layers
+        and isinstance(all_entries := lookup(base, field), list) and len(all_entries) == num_layers + count
+    }  # fmt: skip
+    return {**config, key: {**inner, **more}} if inner else {**config, **more}
 
 
 def _seal(stage: Path, dst: Inventory, src: Inventory, plan: EditPlan, trained_by: str | None) -> None:
