@@ -1,11 +1,12 @@
 """Chat templates and records: transformers' rendering and masks, templates that never end, which tokens count."""
 
+import json
 import os
 import time
 
 import numpy as np
 import pytest
-from chats import EOS, MARKED, chatty, said
+from chats import EOS, MARKED, chatty, reasoner, said
 from quick import loop
 
 from nextn.data import chat_template
@@ -176,12 +177,34 @@ def test_conversations_come_first():
         ({"messages": [{"content": "x"}]}, "expected"),
         ({"messages": said(("tool", "x"))}, r"refuses this conversation: no role tool \(its roles: tool\)"),
         ({"messages": []}, "refuses this conversation"),
+        ({"messages": HELLO, "tools": "[{"}, r"\"tools\" is '\[\{'; expected a list of tools, or the JSON of one"),
+        ({"messages": HELLO, "tools": {"name": "f"}}, r"\"tools\" is \{"),
     ],
 )
 def test_what_is_refused(record, words):
     """Catches a traceback, a line that nobody can find, and a record that is trained on as something else."""
     with pytest.raises(ConfigError, match=words):
         RecordReader(chatty()).document(record, "x:3")
+
+
+@loop("as_text", [False, True])
+def test_tools_and_calls(as_text):
+    """Tables hold tools and arguments as JSON: without the tools, or refused, a model learns calls of tools unseen."""
+    call, tools = {"function": {"name": "f", "arguments": {"n": 7}}}, [{"function": {"name": "f"}}]
+    if as_text:
+        call["function"]["arguments"], tools = json.dumps(call["function"]["arguments"]), json.dumps(tools)
+    messages = [*HELLO[:2], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    reader = RecordReader(reasoner(), all_tokens=True)
+    assert bytes(reader.document({"messages": messages, "tools": tools}, "x").ids.tolist()) == b"<s>s<u>hi<a>[f=7]1"
+    assert bytes(reader.document({"messages": messages, "tools": ""}, "x").ids.tolist()) == b"<s>s<u>hi<a>[f=7]"
+
+
+def test_arguments_that_a_template_wants_as_text():
+    tokenizer = chatty()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments + '!' }}{% endfor %}"
+    call = {"function": {"name": "f", "arguments": '{"n": 7}'}}
+    record = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+    assert bytes(RecordReader(tokenizer, all_tokens=True).document(record, "x").ids.tolist()) == b'{"n": 7}!'
 
 
 def test_templates_that_do_not_say_what_counts():

@@ -5,12 +5,14 @@ This module knows the tokenizer and its chat template; where records come from i
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nextn.bounded_json import loads
 from nextn.data.chat_template import apply_chat_template
 from nextn.data.corpus import Document, Encode, Ids, encoder, eos_id
 from nextn.errors import ConfigError
@@ -140,16 +142,20 @@ class RecordReader:
             raise ConfigError(
                 f"{location}: the tokenizer has no chat template to render messages with; set one, or use text"
             )
-        tools = record.get("tools")
+        render = partial(
+            apply_chat_template,
+            self.tokenizer,
+            tools=_tools(record, location),
+            add_generation_prompt=add_generation_prompt,
+            assistant_mask=assistant_mask,
+            variables=self.variables,
+        )
+        parsed = [_with_parsed_calls(message) for message in messages]
         try:
-            return apply_chat_template(
-                self.tokenizer,
-                messages,
-                tools=tools if isinstance(tools, list) else None,
-                add_generation_prompt=add_generation_prompt,
-                assistant_mask=assistant_mask,
-                variables=self.variables,
-            )
+            if parsed != messages:  # templates that write the arguments as text refuse objects
+                with suppress(ConfigError):
+                    return render(parsed)
+            return render(messages)
         except ConfigError as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConfigError(
@@ -187,6 +193,32 @@ def _messages(record: Record, location: str) -> list[dict[str, object]]:
         message = f'{location}: "messages" is {_shown(messages)}; expected [{{"role": ..., "content": ...}}, ...]'
         raise ConfigError(message)
     return [*messages]
+
+
+def _tools(record: Record, location: str) -> list[object] | None:
+    """Return the record's tools, which may be their JSON: columns of tables cannot have objects of different keys."""
+    tools = record.get("tools")
+    try:
+        value = loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
+    except ValueError:
+        value = tools
+    if not isinstance(value, list | None):
+        raise ConfigError(f'{location}: "tools" is {_shown(tools)}; expected a list of tools, or the JSON of one')
+    return value
+
+
+def _with_parsed_calls(message: dict[str, object]) -> dict[str, object]:
+    """Return the message with the arguments of its tool calls as objects, which OpenAI's API has as JSON text."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(_parsed_call, calls)]} if isinstance(calls, list) else message
+
+
+def _parsed_call(call: object) -> object:
+    match call:
+        case {"function": {"arguments": str(text), **function}, **rest}:
+            with suppress(ValueError):
+                return {**rest, "function": {**function, "arguments": loads(text or "{}")}}
+    return call
 
 
 def _ids(value: object, location: str, name: str) -> Ids:
