@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from datetime import datetime
 
 import httpx2
 import openai
@@ -180,6 +181,9 @@ def test_thinking_is_a_variable_of_the_template():
     for fields, variables in (
         ({}, {}),
         ({"enable_thinking": False}, {"enable_thinking": False}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True}),
+        ({"thinking": {"type": "disabled"}, "enable_thinking": True}, {"enable_thinking": True}),
         ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
         ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
         (
@@ -192,7 +196,10 @@ def test_thinking_is_a_variable_of_the_template():
 
 def test_models(client):
     assert [entry.id for entry in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").max_model_len == 256
+    entry = client.models.retrieve("tiny")
+    assert entry.max_model_len == 256
+    assert (entry.type, entry.display_name) == ("model", "tiny")  # as Anthropic's client reads it
+    assert datetime.fromisoformat(entry.created_at).timestamp() == entry.created
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other/model")
 

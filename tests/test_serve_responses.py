@@ -1,5 +1,6 @@
 """/v1/responses, as the `openai` client uses it."""
 
+import json
 from dataclasses import replace
 
 import openai
@@ -13,6 +14,8 @@ from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError
 from nextn.serve.openai_responses import ResponseStore
+from nextn.serve.request_model import parse_request
+from nextn.serve.schemas import ChatRequest
 
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TOOLS = [{"type": "function", "name": "count", "description": "Counts.", "parameters": PARAMETERS}]
@@ -165,6 +168,31 @@ def test_what_a_coding_agent_sends(server):
     assert {"client_metadata", "tools.custom", "tools.namespace", "tools.web_search"} <= ignored
 
 
+def test_a_choice_among_some_tools(server):
+    """The others are not offered; in both forms, that of responses and that of chats."""
+    names = ("now", "later")
+    tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in names]
+    allowed = [{"type": "function", "name": "later"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
+    status, _, body = server.post("/v1/responses", ASK | {"tools": tools, "tool_choice": choice, "truncation": "auto"})
+    assert (status, json.loads(body)["tool_choice"]) == (200, choice)
+    assert server.engine.requests[-1].grammar is not None
+    unknown = [{"type": "function", "name": "x"}]
+    for wrong, word in (({"tools": unknown}, "'x'"), ({"mode": "x"}, "'auto'")):
+        _, error = error_of(server.post("/v1/responses", ASK | {"tools": tools, "tool_choice": choice | wrong}))
+        assert word in error["message"]
+    chat = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"type": "function", "function": {"name": name}} for name in names],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]},
+        },
+    }
+    request = parse_request(ChatRequest, chat)
+    assert ([tool.function.name for tool in request.tools], request.tool_choice) == (["now"], "auto")
+
+
 @loop(
     ("fields", "status", "param", "words"),
     [
@@ -175,7 +203,7 @@ def test_what_a_coding_agent_sends(server):
         ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, 400, "input[0].arguments", "required"),
         ({"previous_response_id": "resp_1"}, 404, "previous_response_id", "'resp_1'"),
         ({"background": True}, 400, "background", "False"),
-        ({"truncation": "auto"}, 400, "truncation", "disabled"),
+        ({"truncation": "always"}, 400, "truncation", "disabled"),
         ({"conversation": "c"}, 400, "conversation", "unknown field"),
         ({"tools": [{"type": "functions", "name": "f"}]}, 400, "tools[0].type", "function"),
         ({"tools": {"type": "web_search"}}, 400, "tools", "list"),

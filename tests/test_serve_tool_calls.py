@@ -494,6 +494,17 @@ def test_one_call_of_one_tool(syntax):
         assert [call.name for call in delta.tool_calls] == ["now"]
 
 
+def test_no_content_after_a_call_that_was_forced():
+    """A limit may cut off the next call; before the first call is whole, what there is stays."""
+    call = hermes(("now", {}))
+    for text, content in ((call + "\n<tool", ""), (call + '\n<tool_call>{"na', ""), ("<tool", "<tool"), (call, "")):
+        forced = parse_message(parser("hermes", only_calls=True), text)
+        assert forced.content == content
+        assert len(forced.complete_calls) == text.startswith(call)
+        free = parse_message(parser("hermes"), text)
+        assert free.content == text.removeprefix(call).strip()
+
+
 @pytest.mark.parametrize("syntax", SYNTAXES)
 def test_a_tool_without_a_schema_has_no_arguments(syntax):
     tokenizer, tool = tokenizer_of(syntax, special=False), Tool("now", {})

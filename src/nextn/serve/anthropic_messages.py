@@ -13,7 +13,7 @@ from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationChunk
 from nextn.serve.request_model import ListOf, RequestModel, parse_request
 from nextn.serve.responses import Json
-from nextn.serve.schemas import ChatRequest, Name, SamplingFields
+from nextn.serve.schemas import ChatRequest, Name, SamplingFields, Thinking
 
 MESSAGES_PATH = "/v1/messages"
 _STOP_REASONS = {
@@ -89,12 +89,6 @@ class ToolChoice(RequestModel):
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(RequestModel):
-    path: ClassVar = "thinking"
-
-    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-
-
 class OutputFormat(RequestModel):
     type: Literal["json_schema"]
     schema_: dict[str, JsonValue] = Field(alias="schema")
@@ -150,7 +144,7 @@ def to_chat(body: CountRequest) -> ChatRequest:
         chat["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.thinking is not None:
-        chat["enable_thinking"] = body.thinking.type != "disabled"
+        chat["thinking"] = {"type": body.thinking.type}
     if (effort := body.output_config.effort) is not None:
         chat["reasoning_effort"] = _EFFORTS.get(effort, effort)
     if (form := body.output_config.format) is not None:

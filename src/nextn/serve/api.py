@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
 
@@ -303,8 +304,10 @@ class Api:
 
     def _model_entry(self) -> Json:
         name, limit = self.options.served_name, self.options.max_model_len
+        created = datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z")
         about = {"id": name, "object": "model", "created": self._created, "owned_by": "nextn", "root": name}
-        return about | {"parent": None, "max_model_len": limit}
+        anthropic = {"type": "model", "display_name": name, "created_at": created}
+        return about | {"parent": None, "max_model_len": limit} | anthropic
 
     def _health(self, stats: EngineStats) -> Json:
         return {

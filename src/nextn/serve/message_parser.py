@@ -65,7 +65,7 @@ class ToolCallParser:
         self._num_begun = 0  # calls before those that the buffer begins with
         self._sent: list[str] = []  # of each of these, the arguments that were reported
         self._space = ""  # at the end of the content so far; dropped if a call follows
-        self._has_content = self._has_calls = self._is_after_call = False
+        self._has_content = self.has_calls = self._is_after_call = False
 
     def push(self, text: str) -> list[MessagePiece]:
         """Append text and return what became certain: content, and pieces of calls."""
@@ -89,7 +89,7 @@ class ToolCallParser:
                 return
             cursor = TextCursor(self._buffer, 0)
             try:
-                self._syntax.scan(cursor, self._tools, self._has_calls)
+                self._syntax.scan(cursor, self._tools, self.has_calls)
             except IncompleteCallError:
                 if not is_last:
                     yield from self._deltas(cursor.calls, is_last=False)
@@ -100,7 +100,7 @@ class ToolCallParser:
             else:
                 yield from self._deltas(cursor.calls, is_last=True)
                 self._cut(cursor.at)
-                self._space, self._is_after_call, self._has_calls = "", True, True
+                self._space, self._is_after_call, self.has_calls = "", True, True
 
     def _deltas(self, calls: Sequence[GeneratedToolCall], *, is_last: bool) -> Iterator[ToolCallDelta]:
         """What is new in the calls that the buffer begins with."""
@@ -214,12 +214,20 @@ class ReasoningSplitter:
 class MessageParser:
     """Splits the text of an answer into reasoning, content and calls in a syntax; None if the request has no tools.
 
-    With `reasoning`, `<think>` ... `</think>` is split off; `is_open`: the prompt ends inside it.
+    With `reasoning`, `<think>` ... `</think>` is split off; `is_open`: the prompt ends inside it. With `only_calls`, as
+    where a grammar forces calls, no content follows a call: the start of another one that a limit cut off is dropped.
     """
 
     def __init__(
-        self, syntax: ToolSyntax | None, tools: Sequence[Tool] = (), *, reasoning: bool = False, is_open: bool = False
+        self,
+        syntax: ToolSyntax | None,
+        tools: Sequence[Tool] = (),
+        *,
+        reasoning: bool = False,
+        is_open: bool = False,
+        only_calls: bool = False,
     ) -> None:
+        self._only_calls = only_calls
         self._reasoning = ReasoningSplitter(is_open=is_open) if reasoning or is_open else None
         self._calls = ToolCallParser(syntax, tools) if syntax else None
 
@@ -232,10 +240,14 @@ class MessageParser:
         """Return what was held back."""
         reasoning, content = self._reasoning.finish() if self._reasoning else ("", "")
         pieces = self._pieces(content)
-        return MessageDelta(_joined(pieces + (self._calls.finish() if self._calls else [])), reasoning)
+        return MessageDelta(_joined(pieces + self._kept(self._calls.finish() if self._calls else [])), reasoning)
 
     def _pieces(self, content: str) -> list[MessagePiece]:
-        return self._calls.push(content) if self._calls else [content]
+        return self._kept(self._calls.push(content)) if self._calls else [content]
+
+    def _kept(self, pieces: list[MessagePiece]) -> list[MessagePiece]:
+        is_over = self._only_calls and self._calls is not None and self._calls.has_calls
+        return [piece for piece in pieces if not (is_over and isinstance(piece, str))]
 
 
 def joined_deltas(deltas: Sequence[MessageDelta]) -> MessageDelta:

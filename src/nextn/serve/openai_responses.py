@@ -78,6 +78,12 @@ class NamedChoice(RequestModel):
     name: Name
 
 
+class AllowedChoice(RequestModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: ListOf[NamedChoice] = Field(min_length=1, max_length=128)
+
+
 class TextFormat(SchemaFormat):
     type: Literal["text", "json_object", "json_schema"] = "text"
 
@@ -105,11 +111,11 @@ class ResponsesRequest(SamplingFields):
     previous_response_id: str | None = Field(None, max_length=256)
     store: bool = True
     tools: ListOf[ResponsesTool] = Field(default_factory=list, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice = "auto"
     parallel_tool_calls: bool = True
     text: ResponseText = ResponseText()
     reasoning: ReasoningOptions = ReasoningOptions()
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["disabled", "auto"] = "disabled"  # auto: what does not fit is refused all the same
     background: Literal[False] = False
     metadata: dict[str, JsonValue] = Field(default_factory=dict, max_length=16)
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, max_length=32)
@@ -170,20 +176,32 @@ def to_chat(body: ResponsesRequest, before: History = ()) -> tuple[ChatRequest, 
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
             for tool in body.tools
         ],
-        "tool_choice": body.tool_choice,
+        "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "max_tokens": body.max_output_tokens,
         "reasoning_effort": body.reasoning.effort,
         "chat_template_kwargs": body.chat_template_kwargs,
         **body.model_dump(include=set(SamplingFields.model_fields), exclude_unset=True),
     }
-    if isinstance(body.tool_choice, NamedChoice):
-        chat["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
     form = body.text.format
     if form.type != "text":
         schema = {"name": form.name, "schema": form.schema_, "strict": form.strict}
         chat["response_format"] = {"type": form.type, "json_schema": schema if form.type == "json_schema" else None}
     return parse_request(ChatRequest, chat), history
+
+
+def _tool_choice(choice: "str | NamedChoice | AllowedChoice") -> object:
+    """Return the choice in the form of a chat."""
+    if isinstance(choice, NamedChoice):
+        return _named(choice)
+    if isinstance(choice, AllowedChoice):
+        tools = [_named(tool) for tool in choice.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return choice
+
+
+def _named(choice: NamedChoice) -> Json:
+    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _messages(items: Iterable[InputItem]) -> Iterator[Json]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic_core import ErrorDetails
 
 from nextn.bounded_json import short_repr
 from nextn.serve.api_errors import ApiError
@@ -88,13 +89,21 @@ def parse_request(model: type[M], document: object, ignored: set[str] | None = N
         raise _from_validation(error, fields) from error
 
 
+def _fit(error: ErrorDetails) -> tuple[int, int, bool]:
+    """Of a union, the deepest error is that of the alternative that fits best, whose `type` is valid.
+
+    What is missing or unknown may follow from a value, or from another alternative.
+    """
+    rank = {"missing": 0, "extra_forbidden": 1}.get(error["type"], 2)
+    return len(error["loc"]), rank, error["type"] != "literal_error" or error["loc"][-1] != "type"
+
+
 _CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
 
 
 def _from_validation(error: ValidationError, document: Mapping[str, object]) -> ApiError:
-    # Of a union, the deepest error is that of the alternative that fits best. What is missing may follow from a value.
     errors = error.errors(include_url=False, include_context=False)
-    worst = max(errors, key=lambda one: (len(one["loc"]), one["type"] != "missing"))
+    worst = max(errors, key=_fit)
     kind, message = worst["type"], worst["msg"].removeprefix("Value error, ")
     path = _path(document, worst["loc"], missing=kind == "missing")
     if kind == "value_error" and ": " in message:

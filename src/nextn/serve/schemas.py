@@ -268,6 +268,26 @@ class NamedTool(RequestModel):
     function: NamedFunction
 
 
+class AllowedFunctions(RequestModel):
+    mode: Literal["auto", "required"]
+    tools: ListOf[NamedTool] = Field(min_length=1, max_length=128)
+
+
+class AllowedTools(RequestModel):
+    """A choice among some of the tools: the others are not offered."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+class Thinking(RequestModel):
+    """Whether to think, as clients of Anthropic, GLM, DeepSeek and Kimi ask for it."""
+
+    path: ClassVar = "thinking"  # a budget is not kept
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+
+
 class ChatRequest(GenerationFields):
     """The body of /v1/chat/completions."""
 
@@ -275,10 +295,11 @@ class ChatRequest(GenerationFields):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     tools: ListOf[OfferedTool] = Field(default_factory=list, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, max_length=32)
     enable_thinking: bool | None = None
+    thinking: Thinking | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -286,12 +307,26 @@ class ChatRequest(GenerationFields):
     @property
     def template_variables(self) -> dict[str, object]:
         """What the chat template gets; explicit variables come first. Effort `none` turns thinking off."""
-        thinks = self.reasoning_effort != "none" if self.enable_thinking is None else self.enable_thinking
+        asked = self.enable_thinking
+        if asked is None and self.thinking is not None:
+            asked = self.thinking.type != "disabled"
         fields: dict[str, object] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        if fields or self.enable_thinking is not None:
-            fields["enable_thinking"] = thinks
+        if fields or asked is not None:
+            fields["enable_thinking"] = self.reasoning_effort != "none" if asked is None else asked
         more = {"continue_final_message": True} if self.continue_final_message else {}
         return {**fields, **self.chat_template_kwargs, **more}
+
+    @model_validator(mode="after")
+    def _only_allowed_tools(self) -> "ChatRequest":
+        choice = self.tool_choice
+        if not isinstance(choice, AllowedTools):
+            return self
+        offered = {tool.function.name: tool for tool in self.tools}
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+        if absent := next((name for name in names if name not in offered), None):
+            raise ValueError(f"tool_choice: no tool {absent!r} in tools")
+        allowed = [tool for name, tool in offered.items() if name in names]
+        return self.model_copy(update={"tools": allowed, "tool_choice": choice.allowed_tools.mode})
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatRequest":

@@ -50,12 +50,13 @@ class StructuredOutput:
         """Return what splits an answer into reasoning, content and tool calls; None if it is all content."""
         syntax = self._call_syntax() if _offers_tools(request) else None
         # Text that a grammar forces has no reasoning, whatever the prompt opened.
-        may_reason = not (request.structures or _forces_call(request))
+        only_calls = _forces_call(request)
+        may_reason = not (request.structures or only_calls)
         reasoning = may_reason and "</think>" in self._template
         is_open = reasoning and self._ends_in_reasoning(prompt)
         if syntax is None and not reasoning:
             return None
-        return MessageParser(syntax, _tools(request), reasoning=reasoning, is_open=is_open)
+        return MessageParser(syntax, _tools(request), reasoning=reasoning, is_open=is_open, only_calls=only_calls)
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
