@@ -237,7 +237,8 @@ def _figures(label: str, pair: "DecodedPair", k: int) -> str:
     figures = pair.figures()
     acceptance, speed = figures.mtp.acceptance, figures.mtp.tokens_per_s
     rates = "  ".join(f"a_{depth} {rate_text(rate)}" for depth, rate in enumerate(acceptance.rates, 1))
-    left_out = f"{num_repetitive} of {len(pair.checks)} texts repetitive, left out"
+    texts = counted(len(pair.checks), "text")
+    left_out = f"{num_repetitive} of {texts} repetitive, left out" if num_repetitive else f"{texts}, none repetitive"
     return (
         f"{label:14} AL {acceptance.length:.2f} at K = {k}  {rates}  ({left_out})\n"
         f"{'':14} plain {figures.plain.tokens_per_s:.0f} tokens/s, MTP {speed:.0f} tokens/s = {figures.speedup:.2f} x"
