@@ -1459,6 +1459,8 @@ def test_a_model_that_the_engine_did_not_load():
         ("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0\n", "they are of vllm, and vllm:spec_decode"),
         ("sglang:gen_throughput 54.6\n", "they are of sglang, and sglang:spec_accept_length"),
         ("I spec       accept: adaptive n : 1 -> 2 (seq 0, n_draft=1, n_accepted=1)\n", "adaptive depth, which lacks"),
+        ("Generate:20.00s (25.00T/s)\n(Draft Results - Success:397, Failure:63)\n",
+         "KoboldCpp's draft results, which lacks 'rounds that accepted all drafts'"),
         ("MTP: accepted 120, drafted 80\n", "'MTP: accepted 120, drafted 80' is not read"),
         ("96 tok/sec, 82.0% draft tokens accepted\n", "'96 tok/sec, 82.0% draft tokens accepted' is not read"),
         ("24 drafted 10 accepted 5 times\n", "is not read"),
@@ -1491,6 +1493,7 @@ def test_each_format_is_documented():
     assert read_from >= {each.name for each in LOG_FORMATS} - {
         "llama.cpp's rounds (trace output)",
         "llama.cpp's changes of an adaptive depth",
+        "KoboldCpp's draft results",
     }
 
 

@@ -35,7 +35,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 69_269
+LINE_BUDGET = 69_356
 OPTION_BUDGET = 260  # of all commands
 ANY_BUDGET = 42  # values of which mypy checks nothing; JSON is `JsonObject` or `JsonDict`, which say it once
 # fmt: off

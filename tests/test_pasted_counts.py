@@ -275,6 +275,19 @@ def test_drafts_that_are_rounds_by_the_accepted_ones():
         ("[bench] iterations: 5\nMTP K=3 drafted=300 accepted=200", None),  # repeats
         ("MTP steps=3 drafted=300 accepted=200", None),
         ('{"steps": 3, "draft_tokens": 300, "accepted_tokens": 200}', None),
+        ("MTP\niterations 100\ndrafted 300\naccepted 200\n", 100),
+        ("MTP\ndrafted 300\naccepted 200\nrounds: 100\n", 100),
+        ("mtp:   200/300 drafts accepted (66.7%), 3.00 tokens per verify decode (100 decodes for 300 tokens)", 100),
+        ("[MTP] acceptance rate 66.67% (200/300 tokens across 100 speculative iterations)", 100),
+        ("slot 0 | MTP: drafted 300, accepted 200, 3.00 tokens per cycle (100 verify cycles)", 100),
+        ("MTP: drafted 300, accepted 200, 3.00 tokens per cycle", 100),  # by the length
+        ("# summary tok/s=9 mtp_drafted=300 mtp_accepted=200 mtp_decodes=100 mtp_draft_s/tok=0.1", 100),
+        ("MTP cycles=100 drafted=300 accepted=200 mtp_decodes=300", 100),  # the head's
+        ("MTP drafted=300 accepted=200 mtp_decodes=300", None),
+        ("MTP drafted=300 accepted=200 drafted_steps=100 mtp_decodes=140", 100),
+        ("MTP: drafted=300 accepted=200\n[bench] finished 100 iterations", None),
+        ("MTP: drafted=300 accepted=200, 3.0 tokens per cycle", None),  # one decimal shows few
+        ("MTP steps=20 emitted=220 drafted=300 accepted=200", 20),  # of more drafts each: all tokens show it
     ],
 )
 def test_rounds_under_bare_names(text, rounds):
@@ -291,6 +304,7 @@ def test_rounds_under_bare_names(text, rounds):
         "suffix decoding: drafts 40/50, tokens 90/150",
         "ngram draft acceptance position 1: 40/50\nposition 2: 30/40",
         "mtp+ngram: drafted=300 accepted=200",  # of both
+        "ngram_drafted=300 ngram_accepted=200",
         "n_draft = 5\nn_predict = 200\nn_drafted = 300\nt_draft_flat = 1.00 ms\nn_accept = 200\n",
     ],
 )
@@ -343,6 +357,68 @@ def test_a_copier_beside_the_head():
         f"ngram: 3 hits | {head}",
     ):
         assert counts_of(text) == (None, 50, 31)
+
+
+@loop(
+    "text",
+    [
+        "spec: mtp drafted 50 accepted 31, ngram drafted 9 accepted 8",
+        "spec: ngram drafted 9 accepted 8, mtp drafted 50 accepted 31",
+        "mtp_drafted=50 mtp_accepted=31 ngram_drafted=9 ngram_accepted=8",
+    ],
+)
+def test_counts_of_both_drafters_in_one_line(text):
+    assert counts_of(text) == (None, 50, 31)
+    assert COPIED in read(text).notes
+
+
+def test_drafts_that_may_be_copied_among_the_counts():
+    line = "slot 0 | MTP: drafted 300, accepted 200, 3.00 tokens per cycle (100 verify cycles)\n"
+    notes = read(f"{line}slot 0 | n-gram drafts in 41 of 100 cycles\n").notes
+    assert ["n-gram drafts in 41 of 100" in note for note in notes] == [True]
+    assert read(f"{line}slot 0 | n-gram drafts in 0 of 100 cycles\n").notes == ()
+
+
+def test_blocks_of_two_lines_that_follow_each_other():
+    """The second line of one and the first of the next are no pair."""
+    text = "MTP\ndrafted 300\naccepted 200\ndrafted 100\naccepted 50\n"
+    assert counts_of(text) == (None, 400, 250)
+    text = "MTP\nsteps 100\ndrafted 300\naccepted 200\nsteps 50\ndrafted 100\naccepted 50\n"
+    assert counts_of(text) == (150, 400, 250)
+
+
+def test_lines_of_several_k_are_not_added():
+    one, three = "MTP k={}: 80 accepted / 100 drafted\n", "mtp: drafted 300  accepted 187  k {}\n"
+    assert read(one.format(3) + three.format(3)).k == 3
+    with pytest.raises(EngineError, match="of runs with K = 1 and 3"):
+        read(one.format(1) + three.format(3))
+
+
+def test_a_box_of_one_run():
+    """With the method in brackets before the rate."""
+    assert counts_of("│ Speculative Acceptance (MTP) │ 62.0% (31/50, avg len: 2.4) │\n") == (None, 50, 31)
+
+
+def test_a_label_of_another_drafter():
+    counts = "steps=100 draft_tokens=300 accepted=187\n"
+    assert len(read(f"[eagle3] {counts}").overrides) == len(read(f"EAGLE-3: spec {counts}").overrides) == 1
+    assert not read(f"[mtp] {counts}").overrides
+
+
+def test_readings_of_two_servers_are_no_series():
+    """Each has more than the one before, as a later reading of one server has."""
+
+    def text(*hosts):
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        return "".join(
+            f"$ curl -s http://{host}:8000/metrics\n"
+            + "".join(f"vllm:spec_decode_num_{name}_total {place * 100}\n" for name in names)
+            for place, host in enumerate(hosts, 1)
+        )
+
+    assert read(text("a", "a")).num_drafts == 200
+    with pytest.raises(EngineError, match=r"of several servers \(a:8000, b:8000\)"):
+        read(text("a", "b"))
 
 
 def test_running_totals_of_an_engine_that_was_started_again():

@@ -3,7 +3,17 @@
 import re
 
 from nextn.engines.counters import MAX_POSITIONS, UNKNOWN, Counters
-from nextn.engines.log_format import EQUALS, INT, IS, Fields, LogFormat, integer
+from nextn.engines.log_format import (
+    EQUALS,
+    INT,
+    IS,
+    Fields,
+    LogFormat,
+    float_field,
+    int_field,
+    integer,
+    rounds_by_length,
+)
 from nextn.engines.named_counts import MAX_BARE
 from nextn.errors import EngineError
 
@@ -11,7 +21,7 @@ _GROUPED = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]{1,12})"  # of two counts tha
 # Of progress, and parts of a run that are counted, too.
 _NO_PROGRESS = r"(?![^0-9\n(]{0,40}?(?:(?<![a-z])(?:shards?|ranks?|layers?|steps?|prompts?|gpus?|epochs?|path)\b|[|█]))"
 _ACCEPTED = (  # and two counts
-    rf"accept(?:ed|ance)?\b{_NO_PROGRESS}"
+    rf"accept(?:ed|ance)?\b(?: \((?:mtp|nextn)\))?{_NO_PROGRESS}"
     r"[^0-9\n(]{0,40}(?:\(?(?:[0-9.,]{1,12}\s*%|[01]\.[0-9]{1,9} (?=\())[^0-9\n(|█]{0,20})?\(?"
 )
 # Things that are counted, other than drafts: engines mean rounds or draft tokens by attempts.
@@ -41,7 +51,19 @@ def _pair(one: str, other: str) -> str:
 
 
 # Of a decoding; with a word before them they are K, as `spec steps` are.
-_ROUNDS = r"(?<![\w-])(?<!spec )(?<!speculative )(?<!num )(?<!draft )(?<!max )(?:rounds|iterations|steps|cycles)"
+_NOUN = "(?:rounds|iterations|steps|cycles|decodes)"
+_ROUNDS = rf"(?<![\w-])(?<!spec )(?<!speculative )(?<!num )(?<!draft )(?<!max ){_NOUN}{IS}{_COUNT}"
+_NUM_ROUNDS = rf"{_ROUNDS}|{_COUNT} (?:(?:verif|spec)\w{{1,10}} )?{_NOUN}(?![\w-])"
+_OWN_LINE = rf"\W{{0,9}}{_ROUNDS}\W{{0,9}}"  # has nothing else
+_OF_ROUNDS = {
+    # On a line with counts, or alone.
+    "rounds": r"(?im)^(?:(?=[^\n]{0,400}(?:accept|draft))[^\n]{0,400}?"
+    rf"|(?={_OWN_LINE}$)[^\n]{{0,20}}?)({_NUM_ROUNDS})",
+    # All tokens of a round; a length of accepted ones may be without the bonus token.
+    "length": r"(?i)(?<![\w.])([0-9]{1,3}\.[0-9]{2,9}) tok(?:ens?)?(?:/| per )(?:verify )?"
+    r"(?:decode|cycle|pass|round)\b",
+    "K": r"(?i)(?<![\w.-])(?<!top )k(?: |[:=] ?)([0-9]{1,2})(?![\w.%])",
+}
 _DRAFT = r"(?<![a-z])draft(?:s|ed)?:\s?"
 _TOKENS_FIRST = rf"{_DRAFT}{_COUNT} tokens, {_COUNT} accepted"
 _PAIR = (
@@ -52,6 +74,8 @@ _PAIR = (
     rf"(?:accepted drafts?(?: tokens)?{IS}|(?<![a-z])accepted=){_COUNT}{_OF}{_COUNT}|"
     rf"{_pair(_KEPT, _REST)}|{_pair(_DRAFTED, _KEPT)}"
 )
+
+_PAIR_ON_A_LINE = _PAIR.replace(r"\s", " ")
 
 
 def _positions(fields: Fields) -> Counters | None:
@@ -77,9 +101,21 @@ def _drafts_and_tokens(fields: Fields) -> Counters | None:
     return Counters(UNKNOWN, rounds, drafted, accepted) if fits else None
 
 
+def _with_rounds(fields: Fields, drafted: int, accepted: int) -> Counters:
+    """Both counts, with rounds that are counted beside them or follow from their length."""
+    k = int_field(fields, "K")
+    k = k if k and k <= min(drafted, MAX_POSITIONS) else None
+    counts = {integer(count) for text in fields["rounds"] for count in re.findall(_COUNT, text)}
+    rounds = counts.pop() if len(counts) == 1 else 0
+    if not rounds <= drafted <= MAX_BARE * rounds:
+        rounds = rounds_by_length(accepted, drafted, float_field(fields, "length"), k or 0) or 0
+    fits = 0 < rounds <= drafted <= MAX_POSITIONS * rounds
+    return Counters(UNKNOWN, rounds if fits else None, drafted, accepted, k=k)
+
+
 def _ratio(fields: Fields) -> Counters:
     accepted, drafted = (integer(part) for part in re.split(_OF, fields["accepted/drafted"][0]))
-    return Counters(UNKNOWN, None, drafted, accepted)
+    return _with_rounds(fields, drafted, accepted)
 
 
 def _named(fields: Fields) -> Counters | None:
@@ -92,10 +128,7 @@ def _named(fields: Fields) -> Counters | None:
     if has_two_names and re.search(rf"(?is){_DRAFTED}.*accept|{_TOKENS_FIRST}", text):
         accepted, other = other, accepted
     drafted = accepted + other if "rejected" in text.lower() else other
-    counts = {integer(count) for count in re.findall(_COUNT, " ".join(fields["rounds"]))}
-    rounds = counts.pop() if len(counts) == 1 else 0
-    rounds_or_none = rounds if rounds and rounds <= drafted <= MAX_BARE * rounds else None
-    return Counters(UNKNOWN, rounds_or_none, drafted, accepted) if accepted <= drafted else None
+    return _with_rounds(fields, drafted, accepted) if accepted <= drafted else None
 
 
 def _row(position: str, counts: str = f"{INT}/") -> str:
@@ -126,18 +159,20 @@ GENERAL_FORMATS: tuple[LogFormat, ...] = (
         "acceptance with two counts", "ccept",
         rf"(?i:(?<!\w)(?:{_DRAFTING})\b(?:\[[0-9]{{1,9}}\])?"
         rf"(?:[^\n0-9.]|\.(?! )|=[0-9]{{1,9}}(?![0-9.])){{0,40}}?(?={_ACCEPTED}{_GROUPED}{_OF}[0-9]))",
-        {"accepted/drafted": rf"(?i:{_ACCEPTED})(?<!/)({_GROUPED}{_OF}{_GROUPED})(?![0-9.]|\s*/)(?!(?i: *{_OTHERS}))"},
+        {"accepted/drafted": rf"(?i:{_ACCEPTED})(?<!/)({_GROUPED}{_OF}{_GROUPED})(?![0-9.]|\s*/)(?!(?i: *{_OTHERS}))",
+         **_OF_ROUNDS},
         ("accepted/drafted",), _ratio,
-        "as other engines print it, `MTP acceptance 62% (31/50)`: accepted and draft tokens; no rounds",
+        "as other engines print it, `MTP acceptance 62% (31/50)`: accepted and draft tokens, and rounds beside them",
         is_run=True, is_general=True,
     ),
     LogFormat(
-        "accepted and drafted by name", "ccept", rf"(?im:^)(?=[^\n]{{0,300}}?(?i:{_PAIR}))",
-        {"accepted and drafted": rf"(?i)({_PAIR})", "draft": rf"(?i)(?<![a-z])({_DRAFTING_HERE})",
-         "rounds": rf"(?i)({_ROUNDS}{IS}{_COUNT}|{_COUNT} {_ROUNDS}(?![\w-]))"},
+        "accepted and drafted by name", "ccept",
+        # A pair on two lines is passed over, as its second line may begin another one with the line after it.
+        rf"(?im:^)(?i:{_OWN_LINE}\n)?(?>(?=[^\n]{{0,300}}?(?i:{_PAIR_ON_A_LINE}))|[^\n]{{0,300}}?(?i:{_PAIR}))",
+        {"accepted and drafted": rf"(?i)({_PAIR})", "draft": rf"(?i)(?<![a-z])({_DRAFTING_HERE})", **_OF_ROUNDS},
         ("accepted and drafted", "draft"), _named,
         "as other engines print it, `MTP: 31 accepted / 50 drafted`, `drafted=50 accepted=31`: both counts, and "
-        "rounds, iterations or steps beside them",
-        num_lines=2, is_run=True, is_general=True,
+        "rounds, iterations or steps beside them or on a line of their own",
+        num_lines=4, is_run=True, is_general=True,
     ),
 )  # fmt: skip

@@ -99,6 +99,11 @@ LLAMA_FORMATS: tuple[LogFormat, ...] = (
         "rounds after which K changed: no sample of all, so a line with `draft acceptance` is needed",
     ),
     LogFormat(
+        "KoboldCpp's draft results", "Draft Results", r"Draft Results - Success:",
+        {"rounds that accepted all drafts": r"(?!)()"}, ("rounds that accepted all drafts",), lambda fields: None,
+        "accepted drafts, and rounds in which one was rejected: those that accepted all are missing, so K and AL, too",
+    ),
+    LogFormat(
         "llama.cpp's speculative examples", "n_drafted", r"(?<!\w)n_draft\s+=",
         {name: rf"(?<!\w){name}\s*=\s*({INT})" for name in ("n_draft", "n_drafted", "n_accept")}
         | {"copied": r"(?<!\w)(t_draft_flat) "},

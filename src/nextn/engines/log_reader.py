@@ -24,7 +24,7 @@ from nextn.engines.counters import (
 from nextn.engines.llama_formats import HEAD_STATISTICS
 from nextn.engines.log_format import NUMBER, LogFormat, to_number
 from nextn.engines.log_formats import LOG_FORMATS
-from nextn.engines.named_counts import copied_error, copier_of
+from nextn.engines.named_counts import copied_error, copier_of, without_copied
 from nextn.errors import EngineError
 
 _CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
@@ -85,6 +85,9 @@ class _Reader:
 
     def add(self, entry: str, process: str, name: str) -> None:
         self.has_entries = True
+        if self.format.is_general:
+            entry, copier = without_copied(entry)
+            self.copier = copier or self.copier
         fields = {name: pattern.findall(entry) for name, pattern in self.patterns.items()}
         if missing := next((name for name in self.format.required if not fields[name]), ""):
             self.missing, self.num_unreadable = missing, self.num_unreadable + 1
@@ -92,8 +95,9 @@ class _Reader:
         counters = self.format.counters(fields)
         if counters is None:
             return
-        if counters.engine in _ALL_POSITIONS and counters.per_position:
-            self.depths[len(counters.per_position)] += 1
+        depth = len(counters.per_position) if counters.engine in _ALL_POSITIONS else 0
+        if depth := depth or (counters.engine == UNKNOWN and counters.k) or 0:
+            self.depths[depth] += 1
         if self.format.is_run and counters.has_drafts is not False:
             self.runs[name if name in self.runs or len(self.runs) < _MAX_PROCESSES else ""] += 1
         before, self.counts = self.counts, (counters.draft_tokens or 0, counters.accepted or 0)
@@ -275,11 +279,11 @@ def _entry(text: str, start: int, end: int, reader: _Reader) -> tuple[str, int]:
     limit = min(start + _MAX_ENTRY, len(text))
     if reader.format.num_lines == 1:
         limit = _line_end(text, start, limit)
-    following = reader.num_unreadable < _MAX_UNREADABLE and reader.marker.search(text, max(start + 1, end), limit)
+    following = reader.num_unreadable < _MAX_UNREADABLE and reader.marker.search(text, end + 1, limit)
     stop = following.start() if following else limit
     lines = text[start:stop].split("\n", reader.format.num_lines)
     # Of many entries in one line, none looks for the end of that line beyond the next entry.
-    return "\n".join(lines[: reader.format.num_lines]), _line_end(text, start, stop if following else len(text))
+    return "\n".join(lines[: reader.format.num_lines]), _line_end(text, end, stop if following else len(text))
 
 
 def _line_start(text: str, place: int) -> int:

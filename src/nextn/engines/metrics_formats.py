@@ -119,6 +119,11 @@ def from_metrics(text: str, *, model: str | None = None) -> Counters:
     ])  # fmt: skip
     readers = (_from_shared_schema, _from_sglang, _from_tokens, _from_atom, _from_tgi, _from_lightllm, _from_max,
                _from_names)  # fmt: skip
+    if (
+        is_repeated
+        and len(hosts := {*re.findall(r"(?m)^[$>#% ]{0,4}curl [^\n]{0,200}?https?://([\w.:-]{1,200})", text)}) > 1
+    ):
+        raise EngineError(f"readings of several servers ({some(sorted(hosts))}); give those of one alone")
     for reader in readers:
         counters = reader(samples)
         if counters is not None:

@@ -35,7 +35,7 @@ _OF_HEAD = _words("mtp nextn")
 _COPIED = _words("lookup ngram suffix pld copy copied")
 _DRAFTING = _words("draft drafts drafted drafting spec speculative speculation mtp nextn verify verifier")
 _OF_TOKENS = _words("draft drafts drafted tokens")
-_ROUNDS = _words("rounds iterations steps cycles calls runs")
+_ROUNDS = _words("rounds iterations steps cycles calls runs passes windows decodes")
 # Role -> a word that identifies it alone, words that do so beside others, and these others.
 _ROLES: tuple[tuple[str, frozenset[str], frozenset[str], frozenset[str]], ...] = (
     ("accepted", _words("accepted"), _words("accept acc correct"), _OF_TOKENS),
@@ -43,8 +43,11 @@ _ROLES: tuple[tuple[str, frozenset[str], frozenset[str], frozenset[str]], ...] =
     ("drafted", _words("drafted proposed"), _words("draft"), _words("draft drafts tokens generated proposed")),
     ("rounds", _words("drafts rounds verify"), _words("verify verifier"), _ROUNDS),
     ("rounds", frozenset(), _words("draft"), _words("rounds iterations cycles")),  # steps may be of each draft
+    ("rounds", frozenset(), _words("drafted"), _words("rounds iterations cycles steps")),
 )
 _BARE_ROUNDS = _words("rounds iterations steps cycles")  # of a decoding that also counts draft and accepted tokens
+_DECODES = _words("decodes")  # of the trunk, or of the head, which decodes each draft token
+_EMITTED = _words("emitted generated output predicted tokens pred")
 MAX_BARE = 8  # draft tokens of each, at most: they are of something else, or K, where there are more
 _POSITION = _words("pos position positions")
 _OF_POSITIONS = _POSITION | _words("accepted accept acceptance draft tokens rate rates per by")
@@ -78,6 +81,12 @@ _LABEL = re.compile(
     r"(?:['\")\]]{0,2}:|\])(?! ?(?:off|false|none|disabled)\b)"
 )
 _HEAD = re.compile(r"(?i)(?<![a-z])(?:mtp|nextn)(?![a-z])")
+# Counts of a drafter that copies, up to those of the head in the same line.
+_COPIED_PART = re.compile(
+    r"(?i)(?<![a-z0-9+])(?:prompt[ _-]?lookup|n-?gram|pld|suffix)[ _-](?=(?:draft|propos|accept)[^\n]{0,99}[0-9])"
+    r"(?=[^\n]{0,99}accept)"
+    r"(?:(?!(?<![a-z])(?:mtp|nextn)(?![a-z]))[^\n]){0,500}"
+)
 _TAG = re.compile(r"(?i)\[(?:spec(?:ulative)?(?:[ _-]?decod\w{1,5})?|mtp|nextn|draft)\]")  # before counts
 _WORD = re.compile(r"[a-z]+|[0-9]+")
 
@@ -147,7 +156,9 @@ def in_lines(text: str) -> Counters | None:
             if name in record:
                 return None
             record[name] = number if values else number[0]
-        elif value.isdigit() and _is_bare(name):
+            continue
+        name = re.sub(r"(?i)^(?:mtp|nextn) ", "", name)  # the label of a line
+        if value.isdigit() and (_is_bare(name) or _EMITTED.intersection(words_of(name))):
             bare.setdefault(name, set()).add(int(value))
     record |= {name: min(found) for name, found in bare.items() if len(found) == 1}
     tag = ("mtp",) if _TAG.search(text) else ()
@@ -168,6 +179,12 @@ def copier_of(line: str) -> str:
     """Return the label by which counts behind it in a line are of copied drafts; "" for none, or for the head's."""
     match = _LABEL.search(line)
     return match[0] if match and not _HEAD.search(line, match.end()) else ""
+
+
+def without_copied(entry: str) -> tuple[str, str]:
+    """Return an entry without counts of drafts that were copied, and by what; "" for nothing."""
+    match = _COPIED_PART.search(entry)
+    return (_COPIED_PART.sub(" ", entry), match[0].strip(" ,;|")[:60]) if match else (entry, "")
 
 
 def copied_error(copier: str) -> EngineError:
@@ -226,7 +243,7 @@ def from_record(record: JsonObject, path: tuple[str, ...] = ()) -> Counters | No
         drafted = accepted + rejected
     rates = _by_position(record)
     if rounds is None and drafted and accepted is not None:
-        rounds = _bare_rounds(record, drafted)
+        rounds = _bare_rounds(record, drafted, accepted) or _rounds_of_rates(rates, drafted, accepted)
     if rounds is not None and drafted is None and accepted is not None and not rates:
         drafted, rounds = _unit_of(record, names["rounds"][0], rounds, names["accepted"][0], accepted)
     if accepted is not None and rounds and drafted is None and not rates and _has_bonus(record, accepted, rounds):
@@ -240,19 +257,31 @@ def from_record(record: JsonObject, path: tuple[str, ...] = ()) -> Counters | No
     return _checked(drafted, accepted, rounds, rates)
 
 
-def _bare_rounds(record: JsonObject, drafted: int) -> int | None:
+def _bare_rounds(record: JsonObject, drafted: int, accepted: int) -> int | None:
     """The steps or iterations beside both counts of tokens, which are rounds if each drafted some and at most as many.
 
-    With another word before them they are K, as `speculative_num_steps` is.
+    With another word before them they are K, as `speculative_num_steps` is. A round gives its accepted drafts and one
+    token, so a count of all tokens beside them is sure.
     """
-    found = {_count(value) for name, value in record.items() if _is_bare(str(name))} - {None, 0}
-    rounds = found.pop() if len(found) == 1 else None
-    return rounds if rounds and rounds <= drafted <= MAX_BARE * rounds else None
+    named = {str(name): _count(value) for name, value in record.items() if not role_of(str(name))}
+    found = {count for name, count in named.items() if _is_bare(name, _BARE_ROUNDS)} - {None, 0}
+    decodes = {count for name, count in named.items() if _is_bare(name, _DECODES) and count and count < drafted}
+    rounds = next(iter(found or decodes), None) if len(found or decodes) == 1 else None
+    emitted = {count or 0 for name, count in named.items() if _EMITTED.intersection(words_of(name))}
+    is_sure = rounds and any(abs(count - rounds - accepted) <= 1 for count in emitted)
+    return rounds if rounds and (is_sure or drafted <= MAX_BARE * rounds) and rounds <= drafted else None
 
 
-def _is_bare(name: str) -> bool:
+def _is_bare(name: str, rounds: frozenset[str] = _BARE_ROUNDS | _DECODES) -> bool:
     words = {*words_of(name)} - {"total"}
-    return len(words) == 1 and words <= _BARE_ROUNDS
+    return len(words - _OF_HEAD if words & _DECODES else words) == 1 and bool(words & rounds)
+
+
+def _rounds_of_rates(rates: list[float], drafted: int, accepted: int) -> int | None:
+    """The rounds of counts beside shares of rounds by position, where the shares give the accepted tokens."""
+    rounds = round(drafted / max(1, len(rates)))
+    is_shares = len(rates) > 1 and all(rate <= 1 for rate in rates)
+    return rounds if is_shares and _is_near(rounds * sum(rates) + 1, accepted + 1) else None
 
 
 def _unit_of(record: JsonObject, name: str, count: int, other: str, accepted: int) -> tuple[int | None, int | None]:
@@ -357,7 +386,8 @@ def _by_position(record: JsonObject) -> list[float]:
             return [rate for rate in rates if rate is not None] if None not in rates else []
         number = next((word for word in words - _OF_POSITIONS if word.isdigit() and len(word) < 4), "")
         rate = _number(value)
-        if number and words - {number} <= _OF_POSITIONS and rate is not None and "rate" in words:
+        is_rate = "rate" in words or (type(value) is float and 0 <= value <= 1)
+        if number and words - {number} <= _OF_POSITIONS and rate is not None and is_rate:
             numbered[int(number)] = rate
     first = min(numbered, default=0)
     places = [*range(first, first + len(numbered))]

@@ -75,6 +75,8 @@ OVERRIDES: tuple[Override, ...] = (
              _OTHERS),
     Override("statistics", "llama.cpp",
              r"(?s)\A(?!.*statistics\s+(?:draft-)?mtp).*?statistics\s+((?:draft|ngram)-[a-z0-9-]+):", _OTHERS),
+    Override("drafter", "any engine, by the label of a line",
+             r"(?i)(?<![a-z0-9-])(eagle-?3|medusa|dflash2?|dspark)(?:\]|: )", _OTHERS),
     Override("synthetic_acceptance_length", "vLLM", _named("synthetic_acceptance_length"), "forced"),
     Override("synthetic_acceptance_rates", "vLLM", _named("synthetic_acceptance_rates", r"(\[[^\]\n]{1,400}\])"),
              "forced"),
@@ -128,6 +130,10 @@ _ADAPTIVE = re.compile(r"(?<![\w-])--(?:speculative-adaptive(?![\w-])|spec-draft
 _RAY = re.compile(r"\[repeated ([0-9]{1,6})x across cluster\]")
 # Several drafters, of which the head is one: only `statistics draft-mtp` counts the head's drafts alone.
 _MIXED = re.compile(_named("spec_type", r"((?=[\w,-]*draft-mtp)[\w-]+(?:,[\w-]+)+)"))
+_COPIES_AMONG = re.compile(
+    r"(?i)(?<![a-z])(?:prompt[ -]?lookup|n-?gram|suffix|pld)[: ]{1,2}draft\w{0,2} (?:in|on) [1-9][0-9,]{0,12} "
+    r"(?:of|/) [0-9,]{1,13}"
+)
 # K as its users write it; those of SGLang and mlx-vlm count the bonus token or the block.
 _DEPTHS = (
     (_named("num_speculative_tokens", r"([0-9]{1,3})\b"), 0),
@@ -207,6 +213,8 @@ def with_settings(counters: Counters, texts: Iterable[str]) -> Counters:
             notes += (
                 f"the counts are of all drafters of --spec-type {mixed[1]}; `statistics draft-mtp` has the head's",
             )
+        if copies := _COPIES_AMONG.search(text, 0, _MAX_TEXT):
+            notes += (f"the counts may be of copied drafts, too ({copies[0]!r}); give those of a run with MTP alone",)
         if left_out := _left_out(text):
             notes += (f"Ray left {left_out} similar lines out, and their counts; RAY_DEDUP_LOGS=0 keeps them",)
         if line := head_not_loaded(text):
